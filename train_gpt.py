@@ -1,16 +1,13 @@
-"""Train the best language model that fits in a fixed number of bytes and a fixed number of minutes.
+"""Train the best language model that fits in a fixed number of bytes and of minutes.
 
     python train_gpt.py --help                              every variable, its default and unit
-    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device: CUDA, else MPS, else CPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs, the published baseline
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: the published baseline
     ITERATIONS=0 INIT_FROM=final_model.int8.ptz OUT_DIR=/tmp/x python train_gpt.py      score only
 
-Each variable may be set in the environment or as NAME=value behind the script; arguments win.
-
-Shapes in comments: B rows, T tokens in a row, V vocabulary, D model width, L blocks, H query heads,
-K key/value heads, C head width.
+Variables are set in the environment or as NAME=value behind the script; arguments win. Shapes: B
+rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
 """
-
 import difflib
 import io
 import json
@@ -24,7 +21,7 @@ import time
 import uuid
 import warnings
 import zlib
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -34,18 +31,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# --------------------------------------------------------------------------------------------------
-# Configuration
-# --------------------------------------------------------------------------------------------------
+# ---- Configuration -----------------------------------------------------------------------------
 
-CONTROL_PATTERNS = "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain," \
-    "skip_weight,skip_weights"
+CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+           "skip_weight,skip_weights")
 
+def require(condition, message: str) -> None:
+    """Raises ValueError with a message for the user unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 def var(default, unit: str, text: str, low: float = 0):
     """A variable: default, unit (or its choices, joined by "|"), line of help, smallest number."""
     return field(default=default, metadata={"unit": unit, "help": text, "low": low})
-
 
 @dataclass(frozen=True)
 class Config:
@@ -57,8 +55,7 @@ class Config:
     init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
     # Data
     data_path: str = var("./data/datasets/fineweb10B_sp1024", "folder", "of the token shards")
-    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "file",
-                              "*.model (SentencePiece), *.json (char), byte260, or tiktoken's name")
+    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "file", "or a name")
     # Device
     device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 if native or float32")
@@ -104,85 +101,59 @@ class Config:
     adam_eps: float = var(1e-8, "", "Adam's epsilon")
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
     # Export
-    control_tensor_name_patterns: str = var(CONTROL_PATTERNS, "names", "go to Adam, not to Muon")
-    int8_keep_float_fp32_name_patterns: str = var(
-        CONTROL_PATTERNS, "names", "stay float32; unset: as CONTROL_TENSOR_NAME_PATTERNS")
+    control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
+    int8_keep_float_fp32_name_patterns: str = var(CONTROL, "names", "stay float32; or as the above")
     int8_keep_float_max_numel: int = var(65536, "elements", "tensors up to this size stay floats")
 
     def __post_init__(self):
         for f in fields(self):
             value, low = getattr(self, f.name), f.metadata["low"]
-            if f.type in (int, float) and not low <= value < math.inf:
-                raise ValueError(f"{f.name.upper()}={value} must be a finite number of {low} or more")
-        if self.model_dim % (2 * self.num_heads):
-            pairs = max(1, round(self.model_dim / (2 * self.num_heads)))
-            raise ValueError(
-                f"MODEL_DIM={self.model_dim} does not divide into NUM_HEADS={self.num_heads} heads "
-                f"of even width; MODEL_DIM={2 * self.num_heads * pairs} would")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"NUM_KV_HEADS={self.num_kv_heads} does not divide "
-                             f"NUM_HEADS={self.num_heads}; NUM_KV_HEADS=1 would")
-        if Path(self.run_id).name != self.run_id:
-            raise ValueError(f"RUN_ID={self.run_id!r} must be a plain name, without folders")
-
+            require(f.type not in (int, float) or low <= value < math.inf,
+                    f"{f.name.upper()}={value} must be a finite number of {low} or more")
+        require(self.model_dim % (2 * self.num_heads) == 0, f"MODEL_DIM={self.model_dim} must be a "
+                f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
+        require(self.num_heads % self.num_kv_heads == 0,
+                f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
+        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
     """The value that `text` means for a field; ValueError names the variable and what works."""
-    choices = {"1": True, "true": True, "0": False, "false": False} if f.type is bool else {
-        choice: choice for choice in f.metadata["unit"].split("|")}
-    if len(choices) > 1:
-        if text.lower() not in choices:
-            raise ValueError(f"{f.name.upper()}={text!r} is not one of {', '.join(choices)}")
-        return choices[text.lower()]
+    choices = f.metadata["unit"].split("|") if f.type is str else []
+    choices = {"1": True, "0": False, "true": True, "false": False} if f.type is bool else choices
+    require(len(choices) < 2 or text.lower() in choices,
+            f"{f.name.upper()}={text!r} is none of {', '.join(choices)}")
     try:
-        return f.type(text)
+        return choices[text.lower()] if f.type is bool else f.type(text)
     except ValueError:
         kind = "an integer" if f.type is int else "a number"
         raise ValueError(f"{f.name.upper()}={text!r} is not {kind}, as {f.default} is") from None
 
-
-def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict[str, str]]:
-    """Returns the configuration and where each variable that was set was set: "argument" or
-    "environment". ValueError: a bad value, an argument that is no NAME=value of a known name, or
-    an environment variable that looks like a misspelt name."""
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """Returns the configuration and, for each variable that was set, its text and who set it,
+    "argument" or "environment". ValueError: a bad value, an unknown or misspelt name."""
     known = {f.name.upper(): f for f in fields(Config)}
     texts = {name: (environment[name], "environment") for name in known if name in environment}
     # Clusters' module systems set COMPILER, which is nobody's misspelt COMPILE.
     for name in environment.keys() - known.keys() - {"COMPILER"}:
-        for near in difflib.get_close_matches(name, known, 1, cutoff=0.85):
-            raise ValueError(f"the environment sets {name}={environment[name]!r}, which is no variable "
-                             f"of this script; did you mean {near}? If not, unset {name}")
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        require(not near, f"{name}={environment[name]!r} in the environment is no variable of this "
+                f"script; did you mean {''.join(near)}? If not, unset {name}")
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        if name not in known or not equals:
-            near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1)
-            hint = f"did you mean {near[0]}={text or '...'}?" if near else "--help lists them all"
-            raise ValueError(f"unknown argument {argument!r}; {hint}")
+        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1) or ["NAME"]
+        require(name in known and equals, f"unknown argument {argument!r}; did you mean "
+                f"{near[0]}={text or 'value'}? --help lists all variables")
         texts[name] = (text, "argument")
     values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
-    if "control_tensor_name_patterns" in values:
-        values.setdefault("int8_keep_float_fp32_name_patterns", values["control_tensor_name_patterns"])
-    return Config(**values), {name: origin for name, (_, origin) in texts.items()}
-
-
-def print_help() -> None:
-    """Prints the docstring and every variable with its default, unit and meaning."""
-    print(__doc__)
-    for f in fields(Config):
-        unit = f" [{f.metadata['unit']}]" if f.metadata["unit"] else ""
-        default = int(f.default) if f.type is bool else f.default
-        print(f"{f.name.upper()}={default}\n    {f.metadata['help']}{unit}")
-
+    control = values.get("control_tensor_name_patterns", CONTROL)
+    values.setdefault("int8_keep_float_fp32_name_patterns", control)
+    return Config(**values), texts
 
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
-
-# --------------------------------------------------------------------------------------------------
-# Ranks and device
-# --------------------------------------------------------------------------------------------------
-
+# ---- Ranks and device --------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Ranks:
@@ -197,78 +168,63 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; all ranks get the same answer."""
-        if self.world_size == 1:
-            return flag
-        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
-
     def broadcast(self, module: nn.Module) -> None:
         """Gives every rank the main rank's parameters."""
         for parameter in module.parameters() if self.world_size > 1 else ():
             dist.broadcast(parameter.data, src=0)
 
-    def synchronize(self) -> None:
-        """Waits until the device has done what was asked of it, so that clocks tell the truth."""
+    def now_ms(self) -> float:
+        """The time in ms when the device has done all that it was asked to do."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-
+        return 1000 * time.perf_counter()
 
 def start_ranks(config: Config) -> Ranks:
     """Reads torchrun's variables, picks the device and joins the process group if there is one."""
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in (
-        ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **os.environ}
+    rank, world_size, local_rank = (int(values[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     mps = torch.backends.mps.is_available() and world_size == 1  # it has no collectives
     usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
-    if kind not in usable:
-        raise ValueError(f"DEVICE={kind} cannot be used here, but {' and '.join(usable)} can")
-    device = torch.device(kind)
+    require(kind in usable, f"DEVICE={kind} cannot be used here, but {' and '.join(usable)} can")
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(f"there is no GPU for LOCAL_RANK={local_rank}: start no more than "
-                             f"{torch.cuda.device_count()} processes here (--nproc_per_node)")
-        device = torch.device(kind, local_rank)
-        torch.cuda.set_device(device)
+        gpus = torch.cuda.device_count()
+        require(local_rank < gpus, f"LOCAL_RANK={local_rank} has no GPU: use --nproc_per_node={gpus}")
+        torch.cuda.set_device(local_rank)
     if world_size > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    return Ranks(rank, world_size, device)
-
+    return Ranks(rank, world_size, torch.device(kind, local_rank if kind == "cuda" else None))
 
 def bfloat16_is_native(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return device.type == "cpu" and any(getattr(torch.cpu, p, bool)() for p in probes)
-
+    return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 def split_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """Returns micro-steps per rank and tokens per step.
-
-    A step reads 8 spans of the stream wherever the world size divides 8, so that 1, 2, 4 and 8 ranks
-    compute the same. Other world sizes take the first accumulation from 8/world on that splits the
-    batch into whole rows, or round the batch. ValueError: less than a row per rank and micro-step."""
+    """Returns micro-steps per rank and tokens per step. A step reads 8 spans of the stream where
+    the world size divides 8, so that 1, 2, 4 and 8 ranks compute the same. Others take the first
+    number of micro-steps from 8/world on that splits the batch into whole rows, or round it."""
     rows, wanted = config.train_batch_tokens / config.train_seq_len, config.grad_accum_steps
-    least = world_size * max(1, wanted)
-    if rows < least:
-        raise ValueError(
-            f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is less than one sequence of TRAIN_SEQ_LEN="
-            f"{config.train_seq_len} per rank and micro-step; {least * config.train_seq_len} would do")
-    first = wanted or min(math.ceil(8 / world_size), int(rows // world_size))
+    first = wanted or max(1, min(math.ceil(8 / world_size), int(rows // world_size)))
     choices = [first] if wanted or 8 % world_size == 0 else range(first, 2 * first + 1)
     accum = next((a for a in choices if rows % (world_size * a) == 0), first)
-    micro_steps = accum * world_size
-    return accum, max(1, round(rows / micro_steps)) * config.train_seq_len * micro_steps
+    spans = accum * world_size
+    for name in ("train_batch_tokens", "val_batch_size"):
+        require(getattr(config, name) >= spans * config.train_seq_len,
+                f"{name.upper()}={getattr(config, name)} is less than one row of TRAIN_SEQ_LEN for "
+                f"each rank and micro-step; {spans * config.train_seq_len} would do")
+    return accum, max(1, round(rows / spans)) * spans * config.train_seq_len
 
+# ---- Log ---------------------------------------------------------------------------------------
 
-# --------------------------------------------------------------------------------------------------
-# Log
-# --------------------------------------------------------------------------------------------------
-
+def new_run_id() -> str:
+    """A name that no other run has: date, time and six random digits."""
+    return time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
 
 class RunLog:
-    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; the other ranks are silent."""
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
 
     def __init__(self, config: Config, ranks: Ranks, source: str):
         self.is_main, self.progress_shown = ranks.rank == 0, False
@@ -278,8 +234,7 @@ class RunLog:
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
         for path in paths:
             if path.exists():  # runs of one name never mix in one file
-                stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-                path.rename(path.with_name(f"{path.stem}.{stamp}-{uuid.uuid4().hex[:4]}{path.suffix}"))
+                path.rename(path.with_name(f"{path.stem}.{new_run_id()}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
         smi = "nvidia-smi is not there"
@@ -303,24 +258,13 @@ class RunLog:
     def progress(self, text: str) -> None:
         """A line that the next one replaces; only where the console is a terminal."""
         if self.is_main and sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            print("\r\x1b[2K" + text[:width], end="", flush=True)
+            print("\r\x1b[2K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
             self.progress_shown = True
-
 
 PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
     "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125,
     "T4": 65, "MI300X": 1307, "MI250X": 383}
-
-
-def peak_flops(config: Config, device: torch.device) -> float | None:
-    """The device's 16-bit FLOP/s, or None where the device or the type is not in the table."""
-    if device.type != "cuda" or config.dtype == "float32":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
-
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """MiB allocated and reserved at most: of the device on CUDA, else of this process."""
@@ -333,56 +277,54 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, KiB here
 
+def log_step(run: "Run", step: int, time_ms: float, since: tuple[int, float], loss: float, norm):
+    """Logs a training step; its speed is that since the step and the time of the line before."""
+    config, device, lr = run.config, run.ranks.device, run.optimizers[-1].param_groups[0]["lr"]
+    rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    mfu = None if peak is None or config.dtype == "float32" else (
+        rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
+    eta, memory = (config.iterations - step) * time_ms / step / 1000, peak_memory_mib(device)[0]
+    if config.max_wallclock_seconds > 0:
+        eta = min(eta, max(0.0, config.max_wallclock_seconds - time_ms / 1000))
+    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
+                  step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
+                  mem_mib=memory, eta_s=eta)
+    run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
+                 f"train_time:{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
+                 f"grad_norm:{'n/a' if norm is None else f'{norm:.3f}'} tok_per_sec:{rate:.0f} "
+                 f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
+                 f"eta:{eta / 60:.1f}m")
 
-def short(value: float, units: dict[str, float]) -> str:
-    """The value in the largest unit that it fills: 5957000 -> 5.96M, 306 -> 5.10m."""
-    return next((f"{value / size:.2f}{unit}" for unit, size in units.items() if value >= size),
-                f"{value:.0f}")
-
-
-COUNTS, TIMES = {"G": 1e9, "M": 1e6, "k": 1e3}, {"h": 3600, "m": 60, "s": 1}
-
-
-# --------------------------------------------------------------------------------------------------
-# Data and bytes
-# --------------------------------------------------------------------------------------------------
+# ---- Data and bytes ----------------------------------------------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
-
 
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order; ValueError if there are none, or two sets."""
     files = [path for path in sorted(Path(config.data_path).glob(f"*_{split}_*.bin"))
              if f"_{split}_bytes_" not in path.name]
-    sets = {path.name.rsplit(f"_{split}_", 1)[0] for path in files}
-    if len(sets) > 1:
-        raise ValueError(f"DATA_PATH={config.data_path!r} mixes the shards of {sorted(sets)}; give "
-                         f"each set a folder of its own")
-    if not files:
-        raise ValueError(
-            f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by: "
+    require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by: "
             f"python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
+    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
+    require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
     return files
-
 
 def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     """A shard's values as a uint16 memory map. ValueError: no shard, header and size disagree, no
     tokens, or, where `vocab_size` is given, an id that is not below it."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-    if size < HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        raise ValueError(f"{path} is no token shard: it has to start with the integers {SHARD_MAGIC} "
-                         f"and {SHARD_VERSION}, but starts with {header[:2].tolist()}")
-    count = int(header[2])
-    if count <= 0 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is damaged: its header says {count} tokens, which take "
-                         f"{HEADER_BYTES + 2 * count} bytes, but it has {size}; make or get it again")
+    header, size = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4), path.stat().st_size
+    require(header[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION] and size >= HEADER_BYTES,
+            f"{path} is no token shard: it starts with {header[:2].tolist()}, not {SHARD_MAGIC}, 1")
+    right_size = HEADER_BYTES + 2 * int(header[2])
+    require(size == right_size > HEADER_BYTES, f"{path} is damaged: its header says {header[2]} "
+            f"tokens, so {right_size} bytes, but it has {size} bytes; make or download it again")
     shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-    if vocab_size is not None and (largest := int(shard.max())) >= vocab_size:
-        raise ValueError(f"{path} holds token {largest}, which VOCAB_SIZE={vocab_size} does not reach; "
-                         f"set VOCAB_SIZE and TOKENIZER_PATH as the shards were made")
+    largest = 0 if vocab_size is None else int(shard.max())
+    require(largest < (vocab_size or 1), f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
     return shard
-
 
 class TokenLoader:
     """The training shards as one endless sequence, in name order and wrapping around.
@@ -416,7 +358,6 @@ class TokenLoader:
         length = self.config.train_seq_len
         return span[:-1].view(-1, length), span[1:].view(-1, length)
 
-
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     """How many UTF-8 bytes of text a token stands for, by the tokenizer that TOKENIZER_PATH names.
 
@@ -425,33 +366,28 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     be read or has not VOCAB_SIZE tokens."""
     path, after_boundary, boundary = config.tokenizer_path, None, None
     if path.endswith(".model"):
-        kind = "sentencepiece"
-        lengths, after_boundary, boundary = sentencepiece_bytes(path)
+        kind, (lengths, after_boundary, boundary) = "sentencepiece", sentencepiece_bytes(path)
     elif path == "byte260":
         kind, lengths = "byte", [0] * 4 + [1] * 256
     elif path.endswith(".json"):
-        kind = "char"
         try:
             chars = json.loads(Path(path).read_text(encoding="utf-8"))["chars"]
-            lengths = [0] * 4 + [1] * 256 + [len(char.encode("utf-8")) for char in chars]
+            kind, lengths = "char", [0] * 4 + [1] * 256 + [len(char.encode()) for char in chars]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"TOKENIZER_PATH={path!r} is no char vocabulary: {error!r}") from None
     else:
         import tiktoken
-        kind, known = "tiktoken", tiktoken.list_encoding_names()
-        if path not in known:
-            raise ValueError(f"TOKENIZER_PATH={path!r} is neither a *.model or *.json file, nor "
-                             f"byte260, nor one of tiktoken's {', '.join(known)}")
+        known = tiktoken.list_encoding_names()
+        require(path in known, f"TOKENIZER_PATH={path!r} is neither a *.model or *.json file, nor "
+                f"byte260, nor one of tiktoken's {', '.join(known)}")
         encoding = tiktoken.get_encoding(path)
-        lengths = [0] * encoding.n_vocab  # special tokens and holes in the numbering stay 0
+        kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens and holes stay 0
         for text in encoding.token_byte_values():
             lengths[encoding.encode_single_token(text)] = len(text)
-    if len(lengths) != config.vocab_size:
-        raise ValueError(f"VOCAB_SIZE={config.vocab_size}, but the tokenizer {path!r} has "
-                         f"{len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
+            f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
-
 
 def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
     """Per token of a SentencePiece model: its bytes, its bytes after a boundary, and whether it is
@@ -461,88 +397,65 @@ def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read as a SentencePiece model ({error}); "
-                         f"data/prepare.py makes one and prints the TOKENIZER_PATH to use") from None
-    mark = "\u2581"
+        raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model ({error}); "
+                         f"data/prepare.py makes one and prints the path to use") from None
+    ids, mark = range(model.vocab_size()), "\u2581"
+    boundary = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+    pieces = ["" if boundary[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
+    lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
     dummy_prefix = model.encode("a", out_type=str)[0].startswith(mark)
-    lengths, after_boundary, boundary = [], [], []
-    for token in range(model.vocab_size()):
-        piece = model.id_to_piece(token)
-        silent = model.is_control(token) or model.is_unknown(token) or model.is_unused(token)
-        text = "" if silent else "?" if model.is_byte(token) else piece.replace(mark, " ")
-        lengths.append(len(text.encode("utf-8")))
-        after_boundary.append(lengths[-1] - (dummy_prefix and not silent and piece.startswith(mark)))
-        boundary.append(silent)
-    return lengths, after_boundary, boundary
+    first = [n - (dummy_prefix and p.startswith(mark)) for n, p in zip(lengths, pieces)]
+    return lengths, first, boundary
 
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """The validation split, uint16, cut to whole rows and one token more; the UTF-8 bytes of its
-    targets; and, where the tokenizer changes text, those of the text before the change."""
-    tokens: np.ndarray
-    byte_count: int
-    raw_byte_count: int | None
-
-
-def load_validation(config: Config) -> tuple[str, ValidationSet]:
-    """Returns the tokenizer's kind and the validation split. Proves the byte count of the uncut
-    split by the manifest of data/prepare.py, where there is one: a wrong count is a wrong score.
-    ValueError: the split is too short for a row, or differs from the manifest."""
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
+    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more, uint16;
+    the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the original.
+    ValueError: it is too short for a row, or not what the manifest of data/prepare.py says."""
     kind, table, boundary = load_byte_table(config)
     tokens = np.concatenate([open_shard(p, config.vocab_size) for p in find_shards(config, "val")])
-    charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-    raw = check_manifest(config, tokens, int(charged.sum(dtype=np.int64)))
     cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
-    if cut == 0:
-        raise ValueError(f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few "
-                         f"for a row of TRAIN_SEQ_LEN={config.train_seq_len} and one more")
-    raw_count = None if raw is None else int(raw[1:cut + 1].sum(dtype=np.int64))
-    return kind, ValidationSet(tokens[:cut + 1], int(charged[:cut].sum(dtype=np.int64)), raw_count)
+    require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
+            f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+    raw = check_manifest(config, len(tokens), int(charged.sum(dtype=np.int64)))
+    counts = [None if x is None else int(x[:cut].sum(dtype=np.int64)) for x in (charged, raw)]
+    return kind, tokens[:cut + 1], *counts
 
-
-def check_manifest(config: Config, tokens: np.ndarray, charged: int) -> np.ndarray | None:
-    """Compares the uncut validation split with DATA_PATH/manifest.json. Returns the bytes of the
-    original text under each token, uint16, if the manifest says that this tokenizer changes text."""
+def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
+    """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
+    text, returns the bytes of original text under each target, uint16 (N - 1,)."""
     path = Path(config.data_path, "manifest.json")
     manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if "splits" not in manifest:  # none, or another publisher's, without byte counts
         return None
     tokenizer, split, raw = manifest["tokenizer"], manifest["splits"]["val"], None
-    pairs = [("validation tokens", split["tokens"], len(tokens)),
+    pairs = [("validation tokens", split["tokens"], token_count),
              ("bytes of decoded text", split["decoded_bytes"], charged)]
     if tokenizer["sha256"]:  # tokenizers known by name have no file
         digest = sha256(Path(config.tokenizer_path).read_bytes()).hexdigest()
         pairs.insert(0, ("as sha256 of the tokenizer", tokenizer["sha256"], digest))
-    if split["decoded_bytes"] != split["bytes"] or tokenizer["changes_text"]:
+    if tokenizer["changes_text"]:
         files = sorted(path.parent.glob("*_val_bytes_*.bin"))
         raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
-        pairs += [("entries of *_val_bytes_*.bin", split["tokens"], len(raw)),
-                  ("bytes of original text", split["bytes"], int(raw.sum(dtype=np.int64)))]
-    for what, wanted, found in pairs:
-        if wanted != found:
-            raise ValueError(f"{path} says {wanted} {what}, but TOKENIZER_PATH={config.tokenizer_path!r}"
-                             f" and the shards give {found}; a score would be wrong")
-    return raw
+        pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
+    original = charged if raw is None else int(raw.sum(dtype=np.int64))
+    for what, wanted, found in (*pairs, ("bytes of original text", split["bytes"], original)):
+        require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
+                f"{config.tokenizer_path!r} give {found}: the score would be wrong")
+    return None if raw is None else raw[1:]
 
-
-# --------------------------------------------------------------------------------------------------
-# Model
-# --------------------------------------------------------------------------------------------------
+# ---- Model -------------------------------------------------------------------------------------
 
 NORM_EPS = 1.19e-7  # float32's, for every input type: bfloat16's own would drown a small embedding
-
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in float32 inside, in x's type outside."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, H, T, C) in two halves; cos, sin (T, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, repeat_kv: bool) -> Tensor:
     """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, T, C)."""
@@ -552,16 +465,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, repeat_kv: bool) -> Tensor
     grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-
 class CastLinear(nn.Linear):
-    """A linear layer without bias whose float32 weight is cast to the input's type where used."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+    """A linear layer whose float32 weight is cast to the input's type where it is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
-
 
 class Attention(nn.Module):
     """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
@@ -570,10 +478,11 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.repeat_kv = config.num_heads, config.num_kv_heads, repeat_kv
         width = config.model_dim
-        self.c_q = CastLinear(width, width)
-        self.c_k = CastLinear(width, width // config.num_heads * config.num_kv_heads)
-        self.c_v = CastLinear(width, width // config.num_heads * config.num_kv_heads)
-        self.proj = CastLinear(width, width)
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.c_q = CastLinear(width, width, bias=False)
+        self.c_k = CastLinear(width, kv_width, bias=False)
+        self.c_v = CastLinear(width, kv_width, bias=False)
+        self.proj = CastLinear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -586,18 +495,16 @@ class Attention(nn.Module):
         y = causal_attention(q, k, v, self.repeat_kv)
         return self.proj(y.transpose(1, 2).reshape(B, T, D))
 
-
 class MLP(nn.Module):
     """Two linear layers with a squared ReLU between them (arXiv:2109.08668)."""
 
     def __init__(self, config: Config):
         super().__init__()
-        self.fc = CastLinear(config.model_dim, config.mlp_mult * config.model_dim)
-        self.proj = CastLinear(config.mlp_mult * config.model_dim, config.model_dim)
+        self.fc = CastLinear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = CastLinear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.relu(self.fc(x)).square())
-
 
 class Block(nn.Module):
     """Attention and MLP on a residual stream into which the first embedding x0 is mixed again."""
@@ -617,7 +524,6 @@ class Block(nn.Module):
         x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x), cos, sin)
         return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
 
-
 class GPT(nn.Module):
     """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
 
@@ -627,33 +533,24 @@ class GPT(nn.Module):
     def __init__(self, config: Config, repeat_kv: bool = False):
         super().__init__()
         self.config, self.compute_dtype = config, getattr(torch, config.dtype)
-        # The order of the draws decides what SEED means; see reset_parameters for the rest.
+        # The order of the draws decides what a seed means.
         self.tok_emb = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleList(Block(config, repeat_kv) for _ in range(config.num_layers))
+        tied, shape = config.tie_embeddings, (config.model_dim, config.vocab_size)
+        self.lm_head = None if tied else CastLinear(*shape, bias=False)
         skips = min(config.num_layers // 2, config.num_layers - config.num_layers // 2)
         self.skip_weights = nn.Parameter(torch.ones(skips, config.model_dim))
-        self.lm_head = None
-        if not config.tie_embeddings:
-            self.lm_head = CastLinear(config.model_dim, config.vocab_size)
         half = config.model_dim // config.num_heads // 2
         frequencies = config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """What the layers' own constructors do not set. In bfloat16 runs every weight and rotary
-        frequency is rounded to bfloat16 once, as published weights expect."""
-        if self.config.tie_embeddings:
-            self.tok_emb.weight.normal_(std=self.config.tied_embed_init_std)
-        else:
-            self.lm_head.weight.zero_()
-        for block in self.blocks:
-            block.attn.proj.weight.zero_()
-            block.mlp.proj.weight.zero_()
-        if self.compute_dtype == torch.bfloat16:
+        if tied:
+            nn.init.normal_(self.tok_emb.weight, std=config.tied_embed_init_std)
+        projections = [half.proj for block in self.blocks for half in (block.attn, block.mlp)]
+        for layer in projections + ([] if tied else [self.lm_head]):
+            nn.init.zeros_(layer.weight)
+        if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
             for tensor in (*self.parameters(), self.frequencies):
-                tensor.copy_(tensor.bfloat16())
+                tensor.data.copy_(tensor.data.bfloat16())
             self.tok_emb.bfloat16()
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -681,31 +578,26 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """Of forward and backward: 6 per weight of a matrix product, and causal attention."""
-        table = 0 if self.lm_head is None else self.tok_emb.weight.numel()
-        products = sum(p.numel() for n, p in self.named_parameters() if n.endswith("weight")) - table
-        return 6 * (products + len(self.blocks) * self.config.train_seq_len * self.config.model_dim)
+        products = {n: p.numel() for n, p in self.named_parameters() if n.endswith("weight")}
+        lookup = 0 if self.lm_head is None else products["tok_emb.weight"]
+        attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
+        return 6 * (sum(products.values()) - lookup + attention)
 
-
-ATTENTION_SWITCHES = {  # in the order of trial; the values switch the kernels of PyTorch
-    "flash": torch.backends.cuda.enable_flash_sdp,
-    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
-    "math": torch.backends.cuda.enable_math_sdp,
-}
-
-
-def choose_attention(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+def choose_attention(config: Config, device: torch.device) -> tuple[str, bool]:
     """Leaves one attention kernel on: ATTN or else the first that runs the model's heads. Returns
     its name and whether it needs key/value heads repeated, because it cannot group queries."""
     if device.type == "mps":  # it has one kernel of its own, and no switches
         return "math", True
-    width = config.model_dim // config.num_heads
-    q = torch.zeros(1, config.num_heads, 128, width, device=device, dtype=dtype, requires_grad=True)
+    cuda = torch.backends.cuda
+    switches = {"flash": cuda.enable_flash_sdp, "cudnn": cuda.enable_cudnn_sdp,
+                "efficient": cuda.enable_mem_efficient_sdp, "math": cuda.enable_math_sdp}
+    shape, dtype = (1, config.num_heads, 128, config.model_dim // config.num_heads), config.dtype
+    q = torch.zeros(shape, device=device, dtype=getattr(torch, dtype), requires_grad=True)
     k = q.detach()[:, :config.num_kv_heads].requires_grad_()
-    for name in dict.fromkeys((config.attn, *ATTENTION_SWITCHES)):
-        for other, switch in ATTENTION_SWITCHES.items() if name != "auto" else ():
+    for name in sorted(switches, key=lambda name: name != config.attn):
+        for other, switch in switches.items():
             switch(other == name)
-        for repeat in (False, True) if name != "auto" else ():
+        for repeat in (False, True):
             try:
                 with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
                     causal_attention(q, k, k, repeat).sum().backward()
@@ -714,21 +606,16 @@ def choose_attention(config: Config, device: torch.device, dtype: torch.dtype) -
                 pass
     raise AssertionError("the math kernel runs everywhere")
 
-
-# --------------------------------------------------------------------------------------------------
-# Optimizers
-# --------------------------------------------------------------------------------------------------
-
+# ---- Optimizers --------------------------------------------------------------------------------
 
 def rounded_product(a: Tensor, b: Tensor) -> Tensor:
     """A bfloat16 matrix product by way of float32: the same rounding, and a thousand times faster
     on a CPU that does not multiply bfloat16."""
     return (a.float() @ b.float()).bfloat16()
 
-
 def orthogonalize(update: Tensor, steps: int, product=torch.matmul) -> Tensor:
-    """Newton-Schulz iteration in bfloat16 that moves the singular values of `update` (rows, columns)
-    near 1 (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+    """Newton-Schulz iteration in bfloat16 that moves the singular values of a matrix close to 1
+    (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = update.bfloat16()
     x = x / (x.norm() + 1e-7)
@@ -739,13 +626,12 @@ def orthogonalize(update: Tensor, steps: int, product=torch.matmul) -> Tensor:
         x = a * x + product(b * gram + c * product(gram, gram), x)
     return x.T if tall else x
 
-
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised. Matrix i belongs to rank i mod world, which alone
     keeps its momentum; the ranks exchange the updates in bfloat16."""
 
-    def __init__(self, params: list[nn.Parameter], config: Config, ranks: Ranks):
-        super().__init__(params, dict(lr=config.matrix_lr, momentum=config.muon_momentum))
+    def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
+        super().__init__(groups, dict(momentum=config.muon_momentum))
         self.steps, self.ranks = config.muon_backend_steps, ranks
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.product = rounded_product if slow else torch.matmul
@@ -768,26 +654,25 @@ class Muon(torch.optim.Optimizer):
         for p, update in zip(group["params"], updates.split(sizes)):
             p.add_(update.view_as(p), alpha=-group["lr"])
 
-
-def build_optimizers(model: nn.Module, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam for embedding, head, vectors and control tensors; Muon for the blocks' matrices. Each
-    parameter is in exactly one group, whose base_lr is the rate before the schedule."""
-    embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-    groups = {"embed": (embed_lr, []), "head": (config.head_lr, []),
-              "scalar": (config.scalar_lr, []), "matrix": (config.matrix_lr, [])}
-    for name, p in model.named_parameters():
-        inside = name.startswith("blocks.") and p.ndim == 2
-        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name) or (
-            "matrix" if inside and not matches(name, config.control_tensor_name_patterns) else "scalar")
-        groups[kind][1].append(p)
-    adam = torch.optim.Adam(
-        [dict(params=ps, lr=lr) for kind, (lr, ps) in groups.items() if ps and kind != "matrix"],
-        betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=ranks.device.type != "mps")
-    optimizers = [adam] + ([Muon(groups["matrix"][1], config, ranks)] if groups["matrix"][1] else [])
-    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
-        group["base_lr"] = group["lr"]
-    return optimizers
-
+def build_optimizers(run: "Run") -> None:
+    """Gives the run optimizers without a past, and the loss scaling that only float16 needs. Adam
+    has embedding, head, vectors and control tensors, Muon the blocks' matrices; each parameter is
+    in exactly one group, whose base_lr is the rate before the schedule."""
+    config, ranks = run.config, run.ranks
+    rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
+             "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
+    groups = {kind: {"params": [], "lr": lr, "base_lr": lr} for kind, lr in rates.items()}
+    for name, p in run.model.named_parameters():
+        control = not name.startswith("blocks.") or matches(name, config.control_tensor_name_patterns)
+        kind = "scalar" if p.ndim != 2 or control else "matrix"
+        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, kind)
+        groups[kind]["params"].append(p)
+    muon = Muon([groups.pop("matrix")], config, ranks)
+    adam = torch.optim.Adam([group for group in groups.values() if group["params"]],
+                            betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                            fused=ranks.device.type != "mps")
+    run.optimizers = [adam, muon]
+    run.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
@@ -800,12 +685,11 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
         return left_ms / max(warmdown_ms, 1e-9) if left_ms <= warmdown_ms else 1.0
     return min(1.0, max(0, config.iterations - step) / config.warmdown_iters)
 
-
 def muon_momentum(config: Config, step: int) -> float:
     """Muon's momentum in `step`: linear from its start to its final value, then constant."""
-    done = min(1.0, step / config.muon_momentum_warmup_steps) if config.muon_momentum_warmup_steps else 1.0
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, step / steps) if steps else 1.0
     return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-
 
 def average_gradients(model: nn.Module, ranks: Ranks) -> None:
     """Averages the gradients over the ranks, one exchange for each of their types."""
@@ -816,150 +700,99 @@ def average_gradients(model: nn.Module, ranks: Ranks) -> None:
         for g, mean in zip(same, flat.split([g.numel() for g in same])):
             g.copy_(mean.view_as(g))
 
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Score:
-    """Mean loss in nats per token, and bits per byte of the text as tokenized (the published
-    convention) and, where the tokenizer changes text, of the original text."""
-    val_loss: float
-    val_bpb: float
-    val_bpb_raw: float | None
-
-    def line(self, digits: int) -> str:
-        return f"val_loss:{self.val_loss:.{digits}f} val_bpb:{self.val_bpb:.{digits}f}"
-
-    def raw(self, digits: int) -> str:
-        return "" if self.val_bpb_raw is None else f" val_bpb_raw:{self.val_bpb_raw:.{digits}f}"
-
+# ---- Evaluation --------------------------------------------------------------------------------
 
 @torch.no_grad()
-def evaluate(forward, validation: ValidationSet, config: Config, ranks: Ranks) -> Score:
-    """Scores the validation split: each rank a contiguous range of its rows, sums in float64."""
-    length, tokens = config.train_seq_len, validation.tokens
-    batch = max(1, rows_per_validation(config, ranks))
-    rows = (len(tokens) - 1) // length
+def evaluate(run: "Run") -> dict[str, float]:
+    """Scores the validation split: each rank a contiguous range of its rows, sums in float64.
+
+    Returns val_loss, nats per token; val_bpb, bits per byte of the text as tokenized (the published
+    convention); and, where the tokenizer changes text, val_bpb_raw, per byte of the original."""
+    config, ranks, length = run.config, run.ranks, run.config.train_seq_len
+    batch = config.val_batch_size // (ranks.world_size * config.grad_accum_steps * length)
+    rows = (len(run.val_tokens) - 1) // length
     first, last = (rows * (ranks.rank + i) // ranks.world_size for i in (0, 1))
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    nats = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(first, last, batch):
         stop = min(start + batch, last)
-        span = torch.from_numpy(tokens[start * length:stop * length + 1].astype(np.int64))
+        span = torch.from_numpy(run.val_tokens[start * length:stop * length + 1].astype(np.int64))
         span = span.to(ranks.device)
-        loss = forward(span[:-1].view(-1, length), span[1:].view(-1, length))
-        total += loss.to(device).double() * (stop - start) * length
-    val_loss = ranks.sum(total).item() / (rows * length)
-    bits = val_loss / math.log(2) * rows * length
-    raw = validation.raw_byte_count
-    return Score(val_loss, bits / validation.byte_count, None if raw is None else bits / raw)
+        loss = run.forward(span[:-1].view(-1, length), span[1:].view(-1, length))
+        nats += loss.to(device).double() * (stop - start) * length
+    total = ranks.sum(nats).item()
+    score = {"val_loss": total / (rows * length), "val_bpb": total / math.log(2) / run.val_bytes}
+    if run.val_raw_bytes is not None:
+        score["val_bpb_raw"] = total / math.log(2) / run.val_raw_bytes
+    return score
 
+def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
+    """A score's fields for a log line; val_bpb_raw stands last, after all that parsers read."""
+    texts = [f"{name}:{value:.{digits}f}" for name, value in score.items()]
+    return " ".join(filter(None, (*texts[:2], between, *texts[2:])))
 
-def rows_per_validation(config: Config, ranks: Ranks) -> int:
-    """Rows of one validation forward; ValueError if there would be none."""
-    tokens = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-    if tokens < config.train_seq_len:
-        least = ranks.world_size * config.grad_accum_steps * config.train_seq_len
-        raise ValueError(f"VAL_BATCH_SIZE={config.val_batch_size} is less than one row of TRAIN_SEQ_LEN="
-                         f"{config.train_seq_len} per rank and micro-step; {least} would do")
-    return tokens // config.train_seq_len
-
-
-# --------------------------------------------------------------------------------------------------
-# Export and reading
-# --------------------------------------------------------------------------------------------------
+# ---- Export and reading ------------------------------------------------------------------------
 
 INT8_FORMAT, INT8_PERCENTILE = "int8_clean_per_row_v1", 0.9999984
 
-
-def percentile(x: Tensor, fraction: float) -> Tensor:
-    """The `fraction` quantile over the last dimension, interpolated linearly, by a partial sort."""
-    at = fraction * (x.size(-1) - 1)
-    top = x.topk(x.size(-1) - int(at), dim=-1).values  # the last of them is the lower neighbour
-    return torch.lerp(top[..., -1], top[..., max(0, top.size(-1) - 2)], at - int(at))
-
-
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
-    t = tensor.float()
-    if t.ndim != 2:
-        clip = percentile(t.abs().flatten(), INT8_PERCENTILE)
-        scale = clip / 127 if clip > 0 else torch.ones(())
-        return (t.clamp(-clip, clip) / scale).round().clamp(-127, 127).to(torch.int8), scale
-    clip = percentile(t.abs(), INT8_PERCENTILE)[:, None]
-    scale = (clip / 127).clamp_min(1 / 127)
-    quantized = (t.clamp(-clip, clip) / scale).round().clamp(-127, 127).to(torch.int8)
-    return quantized, scale[:, 0].to(torch.float16)
-
+    rows = tensor.float() if tensor.ndim == 2 else tensor.float().reshape(1, -1)
+    at = INT8_PERCENTILE * (rows.size(1) - 1)  # interpolated linearly, found by a partial sort
+    top = rows.abs().topk(rows.size(1) - int(at)).values
+    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], at - int(at))
+    scale = clip / 127
+    scale = scale.clamp_min(1 / 127) if tensor.ndim == 2 else scale.where(scale > 0, 1)
+    quantized = (rows.clamp(-clip, clip) / scale).round().clamp(-127, 127).to(torch.int8)
+    scale = scale[:, 0].half() if tensor.ndim == 2 else scale.squeeze()
+    return quantized.view(tensor.shape), scale
 
 def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
     """Returns the object of the int8 artifact and its payload in bytes: large float tensors as int8
     with scales, small ones as float16, or float32 where a pattern asks for it."""
-    artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
-                "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {}}
+    quantized, scales, dtypes, passthrough, qmeta, originals = ({} for _ in range(6))
     for name, tensor in state.items():
         t, dtype = tensor.detach().cpu().contiguous(), str(tensor.dtype).removeprefix("torch.")
-        if not t.is_floating_point():
-            artifact["passthrough"][name] = t
-        elif t.numel() <= config.int8_keep_float_max_numel:
-            keep = matches(name, config.int8_keep_float_fp32_name_patterns)
-            stored = t.to(torch.float32 if keep else torch.float16)
-            artifact["passthrough"][name] = stored
-            if stored.dtype != t.dtype:
-                artifact["passthrough_orig_dtypes"][name] = dtype
-        else:
-            artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t)
-            artifact["dtypes"][name] = dtype
+        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
+            (quantized[name], scales[name]), dtypes[name] = quantize_tensor(t), dtype
             if t.ndim == 2:
-                artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
-    parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
-    payload = sum(t.nbytes for part in parts for t in part.values())
-    return {key: value for key, value in artifact.items() if value or key in (
-        "quantized", "scales", "dtypes", "passthrough")}, payload
-
+                qmeta[name] = {"scheme": "per_row", "axis": 0}
+            continue
+        keep = matches(name, config.int8_keep_float_fp32_name_patterns)
+        stored = torch.float32 if keep else torch.float16
+        passthrough[name] = t.to(stored) if t.is_floating_point() else t
+        if passthrough[name].dtype != t.dtype:
+            originals[name] = dtype
+    payload = sum(t.nbytes for part in (quantized, scales, passthrough) for t in part.values())
+    return {"__quant_format__": INT8_FORMAT, "quantized": quantized, "scales": scales,
+            "dtypes": dtypes, "passthrough": passthrough, "qmeta": qmeta,
+            "passthrough_orig_dtypes": originals}, payload
 
 def dequantize(artifact: dict) -> dict[str, Tensor]:
     """The state dict of an int8 artifact, every tensor in its original type."""
-    if artifact.get("__quant_format__") != INT8_FORMAT:
-        raise ValueError(f"unknown artifact format {artifact.get('__quant_format__')!r}")
-    state = {}
+    state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
         scale = artifact["scales"][name].float()
-        scale = scale.view(-1, *[1] * (quantized.ndim - 1)) if scale.ndim else scale
-        state[name] = (quantized.float() * scale).to(getattr(torch, artifact["dtypes"][name]))
-    originals = artifact.get("passthrough_orig_dtypes", {})
-    for name, t in artifact["passthrough"].items():
-        state[name] = t.to(getattr(torch, originals[name])) if name in originals else t
-    return state
+        state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
+    dtypes = {**artifact["dtypes"], **artifact.get("passthrough_orig_dtypes", {})}
+    return {name: t.to(getattr(torch, dtypes.get(name, str(t.dtype).removeprefix("torch."))))
+            for name, t in state.items()}
 
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """The state dict in a file that is one or is an artifact; ValueError if it is neither."""
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copies a state dict or an artifact into the model. ValueError: the file is neither, or its
+    tensors are not the model's."""
     data = Path(path).read_bytes()
     try:
-        if not data.startswith(b"PK"):  # torch.save writes a zip archive
+        if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
             data = zlib.decompress(data)
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return dequantize(loaded) if "__quant_format__" in loaded else loaded
-    except (zlib.error, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = dequantize(state) if state.get("__quant_format__") == INT8_FORMAT else state
+    except (zlib.error, RuntimeError, pickle.UnpicklingError, AttributeError, LookupError) as error:
         raise ValueError(f"{path} is neither a state dict nor an int8 artifact: {error}") from None
-
-
-def load_weights(model: nn.Module, path: str) -> None:
-    """Copies the file's tensors into the model; ValueError names the tensors that do not fit."""
-    state = read_weights(path)
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in state.items()}
-    wrong = [f"{name} is {found.get(name, 'missing')}, not {wanted.get(name, 'expected')}"
-             for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
-    if wrong:
-        raise ValueError(f"{path} does not fit the configuration: {'; '.join(wrong[:3])}"
-                         + f"; and {len(wrong) - 3} more" * (len(wrong) > 3))
-    model.load_state_dict(state)
-
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the configuration: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes under a temporary name and renames, so that `path` is never half a file."""
@@ -967,18 +800,42 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
+def export(run: "Run", step: int, source: str) -> None:
+    """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
+    def saved(value) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
 
-def saved(value) -> bytes:
-    """What torch.save would write."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    log, folder, code = run.log, Path(run.config.out_dir), len(source.encode("utf-8"))
+    if run.ranks.rank == 0:
+        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
+        floats = saved(state)
+        write_whole(folder / "final_model.pt", floats)
+        log.line(f"Serialized model: {len(floats)} bytes")
+        log.line(f"Code size: {code} bytes")
+        log.line(f"Total submission size: {len(floats) + code} bytes")
+        artifact, payload = quantize(state, run.config)
+        raw = saved(artifact)
+        data = zlib.compress(raw, 9)
+        write_whole(folder / "final_model.int8.ptz", data)
+        ratio = sum(t.nbytes for t in state.values()) / payload
+        log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
+                 f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
+        log.line(f"Total submission size int8+zlib: {len(data) + code} bytes")
+        log.event("export", step=step, model_bytes=len(floats), code_bytes=code,
+                  payload_bytes=payload, artifact_bytes=len(data),
+                  artifact_sha256=sha256(data).hexdigest())
+        load_weights(run.model, folder / "final_model.int8.ptz")
+    run.ranks.broadcast(run.model)
+    started = run.ranks.now_ms()
+    score = evaluate(run)
+    eval_ms = run.ranks.now_ms() - started
+    log.line(f"final_int8_zlib_roundtrip {score_text(score, 4, f'eval_time:{eval_ms:.0f}ms')}")
+    log.line(f"final_int8_zlib_roundtrip_exact {score_text(score, 8)}")
+    log.event("final", step=step, **score, eval_time_ms=eval_ms)
 
-
-# --------------------------------------------------------------------------------------------------
-# Training
-# --------------------------------------------------------------------------------------------------
-
+# ---- Training ----------------------------------------------------------------------------------
 
 @dataclass
 class Run:
@@ -988,17 +845,18 @@ class Run:
     log: RunLog
     model: GPT
     forward: nn.Module
-    loader: TokenLoader
-    validation: ValidationSet
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-
+    loader: TokenLoader | None
+    val_tokens: np.ndarray
+    val_bytes: int
+    val_raw_bytes: int | None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    scaler: torch.amp.GradScaler | None = None
 
 def train_step(run: Run, step: int, factor: float, log_norm: bool) -> tuple[Tensor, Tensor | None]:
     """One update. Returns the mean loss of this rank (0-d float32 on the device) and, if asked for,
     the global norm of the averaged gradients."""
     config, loss_sum, norm = run.config, 0.0, None
-    for group in (g for optimizer in run.optimizers for g in optimizer.param_groups):
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
         group["lr"] = group["base_lr"] * factor
         if "momentum" in group:
             group["momentum"] = muon_momentum(config, step)
@@ -1009,35 +867,13 @@ def train_step(run: Run, step: int, factor: float, log_norm: bool) -> tuple[Tens
     average_gradients(run.model, run.ranks)
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
-    if config.grad_clip_norm > 0 or log_norm:
-        limit = config.grad_clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), limit)
+    if log_norm or config.grad_clip_norm > 0:
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip_norm or math.inf)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
     return loss_sum, norm
-
-
-class Clock:
-    """The training clock, in ms. It stands still while paused, and waits for the device on both
-    sides of a pause, so that neither side pays for the other's work."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.before = ranks, 0.0
-        self.resume()
-
-    def read(self) -> float:
-        return self.before + 1000 * (time.perf_counter() - self.started)
-
-    def pause(self) -> None:
-        self.ranks.synchronize()
-        self.before = self.read()
-
-    def resume(self) -> None:
-        self.ranks.synchronize()
-        self.started = time.perf_counter()
-
 
 def warm_up(run: Run) -> None:
     """Runs WARMUP_STEPS whole steps, so that compiling and first calls are off the clock, then puts
@@ -1049,192 +885,141 @@ def warm_up(run: Run) -> None:
         if steps <= 20 or step % 10 == 0 or step == steps:
             run.log.line(f"warmup_step:{step}/{steps}")
     run.model.load_state_dict(initial)
-    run.optimizers = build_optimizers(run.model, run.config, run.ranks)
-    run.scaler = new_scaler(run.config)
+    build_optimizers(run)
     run.loader.position = 0
 
-
-def new_scaler(config: Config) -> torch.amp.GradScaler:
-    """The loss scaling of float16 runs; it does nothing in the others."""
-    return torch.amp.GradScaler(config.device, enabled=config.dtype == "float16")
-
-
-def log_step(run: Run, step: int, time_ms: float, since: tuple[int, float], loss: float, norm) -> None:
-    """The line of a training step; the speed is that since the step and time of the line before."""
-    config, lr = run.config, run.optimizers[-1].param_groups[0]["lr"]
-    rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
-    peak = peak_flops(config, run.ranks.device)
-    mfu = peak and rate * run.model.flops_per_token() / (peak * run.ranks.world_size)
-    left_ms = (config.iterations - step) * time_ms / step
-    if config.max_wallclock_seconds > 0:
-        left_ms = min(left_ms, max(0.0, config.max_wallclock_seconds * 1000 - time_ms))
-    memory = peak_memory_mib(run.ranks.device)[0]
-    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, lr=lr, grad_norm=norm,
-                  step_avg_ms=time_ms / step, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=left_ms / 1000)
-    run.log.line(
-        f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{time_ms:.0f}ms "
-        f"step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} grad_norm:{'n/a' if norm is None else f'{norm:.3f}'} "
-        f"tok_per_sec:{short(rate, COUNTS)} mfu:{f'{mfu:.1%}' if mfu else 'n/a'} mem:{memory}MiB "
-        f"eta:{short(left_ms / 1000, TIMES)}")
-
-
 def train(run: Run) -> int:
-    """Trains until ITERATIONS or the cap of the wall clock; returns the number of steps done."""
+    """Trains until ITERATIONS or the cap of the wall clock; returns the number of steps done. The
+    training clock is the time since `origin`, which validations move by what they take."""
     config, ranks, log = run.config, run.ranks, run.log
-    step, stopped, cap_ms, since = 0, False, config.max_wallclock_seconds * 1000, (0, 0.0)
-    clock = Clock(ranks)
+    step, time_ms, stopped, since = 0, 0.0, False, (0, 0.0)
+    origin = ranks.now_ms()
     while True:
         last = stopped or step >= config.iterations
         if last or (config.val_loss_every and step % config.val_loss_every == 0):
-            clock.pause()
-            score, time_ms = evaluate(run.forward, run.validation, config, ranks), clock.before
-            log.line(f"step:{step}/{config.iterations} {score.line(4)} train_time:{time_ms:.0f}ms "
-                     f"step_avg:{time_ms / max(step, 1):.2f}ms{score.raw(4)}")
-            log.event("val", step=step, **asdict(score), train_time_ms=time_ms)
-            clock.resume()
+            paused = ranks.now_ms()
+            score, time_ms = evaluate(run), paused - origin
+            times = f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms"
+            log.line(f"step:{step}/{config.iterations} {score_text(score, 4, times)}")
+            log.event("val", step=step, **score, train_time_ms=time_ms)
+            origin += ranks.now_ms() - paused
         if last:
             break
-        factor = lr_factor(config, step, clock.read())
-        every = config.train_log_every
+        factor, every = lr_factor(config, step, time_ms), config.train_log_every
         log_this = step < 10 or (every > 0 and (step + 1) % every == 0)
         loss, norm = train_step(run, step, factor, log_this)
         step += 1
-        if log_this or cap_ms > 0:
-            ranks.synchronize()
-        time_ms = clock.read()
-        stopped = cap_ms > 0 and ranks.any(time_ms >= cap_ms)
+        if log_this or config.max_wallclock_seconds > 0:
+            time_ms = ranks.now_ms() - origin
+        if config.max_wallclock_seconds > 0:
+            over = torch.tensor(float(time_ms >= config.max_wallclock_seconds * 1000))
+            stopped = ranks.sum(over.to(ranks.device)).item() > 0
         if log_this or stopped:
-            mean_loss = (ranks.sum(loss) / ranks.world_size).item()
+            mean_loss = ranks.sum(loss).item() / ranks.world_size
             log_step(run, step, time_ms, since, mean_loss, None if norm is None else norm.item())
             since = (step, time_ms)
-        log.progress(f"step {step}/{config.iterations}, {time_ms / step:.0f} ms a step, "
-                     f"training for {short(time_ms / 1000, TIMES)}, last loss {mean_loss:.4f}")
-    if step < config.iterations:
-        log.line(f"stopping_early: wallclock_cap train_time:{time_ms:.0f}ms step:{step}/{config.iterations}")
+        log.progress(f"step {step}/{config.iterations}, {time_ms / 60000:.1f} minutes, "
+                     f"last loss {mean_loss:.4f}")
+    if stopped:
+        log.line(f"stopping_early: wallclock_cap train_time:{time_ms:.0f}ms "
+                 f"step:{step}/{config.iterations}")
     memory = peak_memory_mib(ranks.device)
     log.line(f"peak memory allocated: {memory[0]} MiB reserved: {memory[1]} MiB")
     return step
 
-
-def export(run: Run, step: int, source: str) -> None:
-    """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
-    config, log, folder = run.config, run.log, Path(run.config.out_dir)
-    path = folder / "final_model.int8.ptz"
-    if run.ranks.rank == 0:
-        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
-        floats, code = saved(state), len(source.encode("utf-8"))
-        write_whole(folder / "final_model.pt", floats)
-        log.line(f"Serialized model: {len(floats)} bytes")
-        log.line(f"Code size: {code} bytes")
-        log.line(f"Total submission size: {len(floats) + code} bytes")
-        artifact, payload = quantize(state, config)
-        raw = saved(artifact)
-        data = zlib.compress(raw, 9)
-        write_whole(path, data)
-        ratio = sum(t.nbytes for t in state.values()) / payload
-        log.line(f"Serialized model int8+zlib: {len(data)} bytes "
-                 f"(payload:{payload} raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
-        log.line(f"Total submission size int8+zlib: {len(data) + code} bytes")
-        log.event("export", step=step, model_bytes=len(floats), code_bytes=code, payload_bytes=payload,
-                  artifact_bytes=len(data), artifact_sha256=sha256(data).hexdigest())
-        load_weights(run.model, str(path))
-    run.ranks.broadcast(run.model)
-    run.ranks.synchronize()
-    started = time.perf_counter()
-    score = evaluate(run.forward, run.validation, config, run.ranks)
-    eval_ms = 1000 * (time.perf_counter() - started)
-    log.line(f"final_int8_zlib_roundtrip {score.line(4)} eval_time:{eval_ms:.0f}ms{score.raw(4)}")
-    log.line(f"final_int8_zlib_roundtrip_exact {score.line(8)}{score.raw(8)}")
-    log.event("final", step=step, **asdict(score), eval_time_ms=eval_ms)
-
-
-def compile_model(model: GPT, config: Config, ranks: Ranks, log: RunLog) -> nn.Module:
-    """The compiled model, or the model itself where COMPILE=0 or the compiler does not work."""
-    if config.compile == "0":
-        return model
-    rows = config.train_batch_tokens // (ranks.world_size * config.grad_accum_steps * config.train_seq_len)
-    tokens = torch.zeros(rows, config.train_seq_len, dtype=torch.int64, device=ranks.device)
-    compiled = torch.compile(model, dynamic=False, fullgraph=True)
+def compile_model(run: Run) -> None:
+    """Compiles the model, or warns and leaves it as it is where the compiler does not work."""
+    compiled = torch.compile(run.model, dynamic=False, fullgraph=True)
     try:
-        compiled(tokens, tokens).backward()
-        return compiled
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
-        log.line(f"warning: COMPILE=1 does not work here, going on without it: {reason}")
-        return model
-    finally:
-        model.zero_grad(set_to_none=True)
+        compiled(*run.loader.next_batch()).backward()
+        run.forward = compiled
+    except Exception as error:  # compilers fail in many ways, and training goes on without them
+        reason = " ".join(str(error).split())[:200]
+        run.log.line(f"warning: COMPILE=1 does not work here, so it is off: {reason}")
+    run.loader.position = 0
+    run.model.zero_grad(set_to_none=True)
 
+def resolve(config: Config, ranks: Ranks) -> tuple[Config, bool]:
+    """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
+    native, on_cuda = bfloat16_is_native(ranks.device), ranks.device.type == "cuda"
+    config = replace(
+        config, device=ranks.device.type, run_id=config.run_id or new_run_id(),
+        dtype=("bfloat16" if native else "float32") if config.dtype == "auto" else config.dtype,
+        compile=str(int(on_cuda)) if config.compile == "auto" else config.compile)
+    attn, repeat_kv = choose_attention(config, ranks.device)
+    accum, tokens = split_batch(config, ranks.world_size)
+    return replace(config, attn=attn, grad_accum_steps=accum, train_batch_tokens=tokens), repeat_kv
 
-def set_up(config: Config, overrides: dict[str, str], source: str) -> Run:
+def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    native = bfloat16_is_native(ranks.device)
-    dtype = ("bfloat16" if native else "float32") if config.dtype == "auto" else config.dtype
-    attn, repeat_kv = choose_attention(config, ranks.device, getattr(torch, dtype))
-    accum, batch_tokens = split_batch(config, ranks.world_size)
-    asked, config = config, replace(
-        config, dtype=dtype, attn=attn, grad_accum_steps=accum, train_batch_tokens=batch_tokens,
-        device=ranks.device.type, run_id=config.run_id or time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6],
-        compile=str(int(ranks.device.type == "cuda")) if config.compile == "auto" else config.compile)
-    rows_per_validation(config, ranks)
-    kind, validation = load_validation(config)
-    loader = TokenLoader(config, ranks)
+    config, repeat_kv = resolve(config, ranks)
+    kind, *validation = load_validation(config)
+    loader = TokenLoader(config, ranks) if config.iterations else None
     torch.manual_seed(config.seed)
     model = GPT(config, repeat_kv)
     if config.init_from:
         load_weights(model, config.init_from)
     model.to(ranks.device)
-    folder = Path(config.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"OUT_DIR={config.out_dir!r} cannot be written to")
-    log = RunLog(config, ranks, source)
-    resolved = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
-    log.event("config", config=resolved, overrides=overrides)
-    lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-    backends = " ".join(f"{'mem_efficient' if name == 'efficient' else name}={name == attn}"
-                        for name in ("cudnn", "flash", "efficient", "math"))
-    for line in (
-        f"val_bpb:enabled tokenizer_kind={kind} tokenizer_path={config.tokenizer_path}",
-        f"train_loader:dataset:{Path(config.data_path).name} train_shards:{len(loader.shards)}",
-        f"val_loader:shards pattern={find_shards(config, 'val')[0].parent}/*_val_*.bin tokens:{len(validation.tokens) - 1}",
-        f"model_params:{sum(p.numel() for p in model.parameters())}",
-        f"world_size:{ranks.world_size} grad_accum_steps:{accum} device:{ranks.device} dtype:{dtype}",
-        f"sdp_backends:{backends} key_value_heads_repeated={repeat_kv}",
-        f"attention_mode:gqa num_heads:{config.num_heads} num_kv_heads:{config.num_kv_heads}",
-        f"tie_embeddings:{config.tie_embeddings} embed_lr:{lr} head_lr:{0.0 if config.tie_embeddings else config.head_lr} "
-        f"matrix_lr:{config.matrix_lr} scalar_lr:{config.scalar_lr}",
-        f"train_batch_tokens:{batch_tokens} train_seq_len:{config.train_seq_len} iterations:{config.iterations} "
-        f"warmup_steps:{config.warmup_steps} max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"seed:{config.seed}",
-        f"config:{json.dumps({**resolved, 'overrides': overrides})}",
-    ):
-        log.line(line)
-    if asked.attn not in ("auto", attn):
-        log.line(f"warning: ATTN={asked.attn} cannot be used here, using {attn}")
-    forward = compile_model(model, config, ranks, log)
-    return Run(config, ranks, log, model, forward, loader, validation,
-               build_optimizers(model, config, ranks), new_scaler(config))
+    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+    require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
+    run = Run(config, ranks, RunLog(config, ranks, source), model, model, loader, *validation)
+    announce(run, kind, repeat_kv, overrides)
+    if loader and config.compile == "1":
+        compile_model(run)
+    build_optimizers(run)
+    return run
 
+def announce(run: Run, tokenizer_kind: str, repeat_kv: bool, overrides: dict) -> None:
+    """Logs what the run is about to do, in the lines that parsers of the field know."""
+    config, log, tied = run.config, run.log, run.config.tie_embeddings
+    settings = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
+    on = {name: name == config.attn for name in ("cudnn", "flash", "efficient", "math")}
+    shards = len(run.loader.shards) if run.loader else 0
+    pattern = find_shards(config, "val")[0].name.rsplit("_", 1)[0] + "_*.bin"
+    log.event("config", config=settings, overrides=overrides)
+    for text in (
+        f"val_bpb:enabled tokenizer_kind={tokenizer_kind} tokenizer_path={config.tokenizer_path}",
+        f"train_loader:dataset:{Path(config.data_path).name} train_shards:{shards}",
+        f"val_loader:shards pattern={Path(config.data_path, pattern)} "
+        f"tokens:{len(run.val_tokens) - 1}",
+        f"model_params:{sum(p.numel() for p in run.model.parameters())}",
+        f"world_size:{run.ranks.world_size} grad_accum_steps:{config.grad_accum_steps} "
+        f"device:{run.ranks.device} dtype:{config.dtype} compile:{config.compile}",
+        f"sdp_backends:cudnn={on['cudnn']} flash={on['flash']} mem_efficient={on['efficient']} "
+        f"math={on['math']} repeated_kv_heads={repeat_kv}",
+        f"attention_mode:gqa num_heads:{config.num_heads} num_kv_heads:{config.num_kv_heads}",
+        f"tie_embeddings:{tied} embed_lr:{config.tied_embed_lr if tied else config.embed_lr} "
+        f"head_lr:{0.0 if tied else config.head_lr} matrix_lr:{config.matrix_lr} "
+        f"scalar_lr:{config.scalar_lr}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        f"config:{json.dumps({**settings, 'overrides': overrides})}",
+    ):
+        log.line(text)
 
 def main() -> None:
     """One run: set up, warm up, train, export, score what was exported."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        return print_help()
+        print(__doc__)
+        for f in fields(Config):
+            print(f"{f.name.upper()}={int(f.default) if f.type is bool else f.default}")
+            print(f"    {f.metadata['help']} [{f.metadata['unit'] or 'no unit'}]")
+        return
     source = Path(__file__).read_text(encoding="utf-8")
     try:
         run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
     except (ValueError, OSError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")
-    if run.config.iterations:
+    if run.loader:
         warm_up(run)
     step = train(run)
     export(run, step, source)
     if dist.is_initialized():
         dist.destroy_process_group()
-
 
 if __name__ == "__main__":
     main()
