@@ -126,22 +126,18 @@ def find_files(source: str) -> list[Path]:
 
 
 def cut_text(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """The file's bytes as documents that end at line ends. A line longer than four documents, as in
-    a file without line ends, is cut where a character ends."""
-    document = b""
-    while line := file.readline(4 * TEXT_DOCUMENT_BYTES):
-        while line[-1] >= 0x80 and (more := file.read(1)):  # not in the middle of a character
-            if more[0] & 0xC0 == 0x80:
-                line += more
-            else:
-                document, line = document + line, more
-                break
-        document += line
-        if len(document) >= TEXT_DOCUMENT_BYTES and line[-1] < 0x80:
-            yield document
-            document = b""
-    if document:
-        yield document
+    """The file's bytes as documents of TEXT_DOCUMENT_BYTES or a little more, which end at line ends;
+    where four times that has no line end, at the end of a character."""
+    limit, buffer, more = 4 * TEXT_DOCUMENT_BYTES, b"", True
+    while more:
+        block = file.read(limit)
+        buffer, more = buffer + block, bool(block)
+        while len(buffer) > limit or (buffer and not more):
+            at = buffer.find(b"\n", TEXT_DOCUMENT_BYTES - 1, limit) + 1 or min(limit, len(buffer))
+            for _ in range(3):  # a character has no more than three bytes of continuation
+                at -= at < len(buffer) and buffer[at] & 0xC0 == 0x80
+            yield buffer[:at]
+            buffer = buffer[at:]
 
 
 def read_batches(sources: list[str], cache: Path, progress) -> Iterator[Batch]:
@@ -409,11 +405,14 @@ class Progress:
             self.bar = None
             print(f"{title} {total / 1e6:.1f} MB (a progress bar needs tqdm: pip install tqdm)")
 
+    def __enter__(self):
+        return self
+
     def __call__(self, size: int) -> None:
         if self.bar is not None:
             self.bar.update(size)
 
-    def close(self) -> None:
+    def __exit__(self, *error) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -426,19 +425,19 @@ def source_bytes(sources: list[str]) -> int:
 
 def sample_training_text(sources: list[str], split: Split, cache: Path) -> list[str]:
     """SAMPLE_BYTES of training documents, drawn evenly from all: those with the smallest hashes."""
-    progress, heap, size, index = Progress("sampling", source_bytes(sources)), [], 0, 0
-    for batch in read_batches(sources, cache, progress):
-        for text in batch.texts():
-            raw = text.encode("utf-8")
-            digest = hashlib.sha256(raw).digest()
-            if not split.is_validation(index, digest):
-                # The tail of the digest: its head decides the split, and heapq pops the smallest.
-                heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), index, raw))
-                size += len(raw)
-                while size > SAMPLE_BYTES and len(heap) > 1:
-                    size -= len(heapq.heappop(heap)[2])
-            index += 1
-    progress.close()
+    heap, size, index = [], 0, 0
+    with Progress("sampling", source_bytes(sources)) as progress:
+        for batch in read_batches(sources, cache, progress):
+            for text in batch.texts():
+                raw = text.encode("utf-8")
+                digest = hashlib.sha256(raw).digest()
+                if not split.is_validation(index, digest):
+                    # The tail of the digest: its head decides the split. heapq pops the smallest.
+                    heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), index, raw))
+                    size += len(raw)
+                    while size > SAMPLE_BYTES and len(heap) > 1:
+                        size -= len(heapq.heappop(heap)[2])
+                index += 1
     if not heap:
         raise ValueError("there is no training document to learn a vocabulary from")
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
@@ -456,23 +455,23 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
     jobs += [(options.sources, False)] if options.sources else []
     with ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(spec, split)) as pool:
         for sources, validation in jobs:
-            progress = Progress("encoding", source_bytes(sources))
-            batches = read_batches(sources, cache, progress)
-            for result in encode_all(batches, validation, pool, 2 * options.workers + 2):
-                for part, encoded in result.items():
-                    for key in counts[part]:
-                        counts[part][key] += len(encoded.digests) if key == "documents" else getattr(encoded, key)
-                    for array in encoded.tokens:
-                        writers[part].write(array)
-                    for array in encoded.original_bytes:
-                        writers["val_bytes"].write(array)
-                validation_digests.update(result["val"].digests)
-                if shared := validation_digests.intersection(result["train"].digests):
-                    raise ValueError(
-                        f"{len(shared)} or more training documents are also validation documents, so that the "
-                        f"score would be too good; take them out, or split by --val-fraction, which keeps "
-                        f"equal documents together")
-            progress.close()
+            with Progress("encoding", source_bytes(sources)) as progress:
+                batches = read_batches(sources, cache, progress)
+                for result in encode_all(batches, validation, pool, 2 * options.workers + 2):
+                    for part, encoded in result.items():
+                        counts[part]["documents"] += len(encoded.digests)
+                        for key in counts[part].keys() - {"documents"}:
+                            counts[part][key] += getattr(encoded, key)
+                        for array in encoded.tokens:
+                            writers[part].write(array)
+                        for array in encoded.original_bytes:
+                            writers["val_bytes"].write(array)
+                    validation_digests.update(result["val"].digests)
+                    if shared := validation_digests.intersection(result["train"].digests):
+                        raise ValueError(
+                            f"{len(shared)} or more training documents are also validation documents, so that "
+                            f"the score would be too good; take them out, or split by --val-fraction, which "
+                            f"keeps equal documents together")
     for writer in writers.values():
         writer.close()
     for part in counts:

@@ -1,0 +1,87 @@
+"""What the tests share: tiny shards, tiny configurations, and the trainer as a subprocess."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
+
+import train_gpt  # noqa: E402
+
+# Where tiktoken's files lie beside the repository, its tests need no network.
+if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(REPOSITORY.parent / "shared" / "tiktoken_cache"))
+
+TINY = {
+    "DEVICE": "cpu", "DTYPE": "float32", "TOKENIZER_PATH": "byte260", "VOCAB_SIZE": "260",
+    "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "32",
+    "TRAIN_BATCH_TOKENS": "1024", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1",
+    "WARMDOWN_ITERS": "2", "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0",
+    "MUON_MOMENTUM_WARMUP_STEPS": "2",
+}
+
+
+def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    """A shard, written independently of data/prepare.py; header fields may be wrong on purpose."""
+    tokens = np.asarray(tokens, dtype="<u2")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    return path
+
+
+def make_shards(folder: Path) -> Path:
+    """A new folder `tiny` with two training shards and one validation shard of byte260 tokens."""
+    data = folder / "tiny"
+    data.mkdir()
+    text = [4 + byte for byte in b"the quick brown fox jumps over the lazy dog. "] * 400
+    for name, size in (("train_000000", 9000), ("train_000001", 5000), ("val_000000", 3000)):
+        write_shard(data / f"tiny_{name}.bin", [1, *text[:size - 1]])
+    return data
+
+
+def tiny_config(**changes) -> train_gpt.Config:
+    """The tiny configuration with lower-case changes, resolved as on one CPU."""
+    known = {f.name.upper(): f for f in train_gpt.fields(train_gpt.Config)}
+    values = {known[n].name: train_gpt.parse_value(known[n], text) for n, text in TINY.items()}
+    values.update(grad_accum_steps=8, attn="math")
+    return train_gpt.Config(**{**values, **changes})
+
+
+def one_process() -> train_gpt.Ranks:
+    return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
+
+
+def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None, timeout=240):
+    """Runs the script in `folder`, by torchrun where `ranks` > 0. Returns the finished process."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    clean = {k: v for k, v in os.environ.items() if k not in TINY and k not in ("RUN_ID", "OUT_DIR")}
+    if ranks:
+        clean["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [*launcher, str(REPOSITORY / "train_gpt.py"), *arguments], cwd=folder, timeout=timeout,
+        env={**clean, **(environment or {})}, capture_output=True, text=True, check=False)
+
+
+def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
+    """The same in this process, which saves the start; SystemExit carries the script's message."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
+    train_gpt.main()
+
+
+def tiny_arguments(data: Path, **changes) -> list[str]:
+    """The tiny configuration as arguments of the script."""
+    return [f"{name}={value}" for name, value in {**TINY, "DATA_PATH": str(data), **changes}.items()]
+
+
+def events(folder: Path, run_id: str) -> list[dict]:
+    lines = (folder / "logs" / f"{run_id}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,143 @@
+"""The byte count: what every kind of tokenizer is charged equals the bytes of the documents."""
+
+import json
+
+import numpy as np
+import prepare
+import pytest
+import train_gpt
+from conftest import tiny_config
+
+TRAPS = [
+    "plain words, then a full stop.", " one leading space", "  two leading spaces", "trailing space ", "trailing  ",
+    "double  and   triple    spaces", "\ttab\tand\ttab", "\n\nnew\nlines\n", "carriage\r\nreturns\r\n", "\ufffd\ufffd",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 joined", "e\u0301 a\u0308 combining", "nul\x00inside", "", " ", "   ", "\n", "½ ﬁ ① Ａ ™ full width",
+    "<s> </s> <unk> <pad> <0x41> <|endoftext|>", "\u00a0no-break\u2009thin\u3000wide spaces\u200bzero",
+    "日本語 中文 한국어 русский العربية עברית हिन्दी ไทย ελληνικά ქართული", "x" * 300, "1234567890 3.14 -1e9",
+]
+WORDS = "it was the best of times, it was the worst of times; we had nothing before us 1789 \n".split(" ")
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Training text, validation text full of traps, and SentencePiece models of three designs."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(1)
+    texts = [" ".join(random.choice(WORDS, 60)) for _ in range(300)]
+    write_jsonl(folder / "train.jsonl", texts)
+    write_jsonl(folder / "val.jsonl", TRAPS)
+    for name, more in {
+        "normalising": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=False),
+        "dummy_prefix": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=True),
+    }.items():
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_prefix=str(folder / name), model_type="bpe", vocab_size=320,
+            byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, **more)
+    return folder
+
+
+def run_prepare(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--workers", "1"])
+    prepare.main()
+
+
+def load(out, tokenizer):
+    manifest = json.loads((out / "manifest.json").read_text())
+    config = tiny_config(data_path=str(out), tokenizer_path=tokenizer, train_seq_len=1,
+                         vocab_size=manifest["tokenizer"]["vocab_size"])
+    return manifest, config, train_gpt.load_validation(config)
+
+
+TRAPS_BYTES = sum(len(text.encode()) for text in TRAPS)
+
+
+@pytest.mark.parametrize("tokenizer, file", [
+    ("sp320", "tokenizer.model"), ("char", "tokenizer.json"), ("byte260", None), ("gpt2", None)])
+def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, tokenizer, file):
+    if tokenizer == "gpt2":
+        tiktoken = pytest.importorskip("tiktoken")
+        try:
+            tiktoken.get_encoding("gpt2")
+        except Exception as error:
+            pytest.skip(f"tiktoken has no gpt2 files here and cannot download them: {error!r:.80}")
+    out = tmp_path / "set"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", tokenizer,
+                "--out", out)
+    manifest, _, (_, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
+    split = manifest["splits"]["val"]
+    assert charged == split["bytes"] == split["decoded_bytes"] == TRAPS_BYTES
+    assert raw is None and not manifest["tokenizer"]["changes_text"] and not list(out.glob("*bytes*"))
+    assert split["documents"] == len(TRAPS) and split["tokens"] == len(tokens)
+    assert (tokens == prepare.Tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(TRAPS)
+
+
+@pytest.mark.parametrize("model", ["normalising", "dummy_prefix"])
+def test_models_that_change_text_are_scored_by_both_counts(corpus, tmp_path, monkeypatch, model):
+    out, path = tmp_path / "set", corpus / f"{model}.model"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
+                "--out", out)
+    manifest, _, (_, tokens, charged, raw) = load(out, str(out / "tokenizer.model"))
+    import sentencepiece
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert charged == sum(len(processor.decode(processor.encode(text)).encode()) for text in TRAPS) < raw
+    assert raw == manifest["splits"]["val"]["bytes"] == TRAPS_BYTES
+    # The sidecar is right for each document, not only in total.
+    sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin")))
+    starts = np.flatnonzero(tokens == 1)
+    assert np.add.reduceat(sidecar.astype(int), starts).tolist() == [len(text.encode()) for text in TRAPS]
+
+
+def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
+    """SentencePiece cannot tell U+2581 from a space: three bytes of text, one after decoding."""
+    val, out = write_jsonl(tmp_path / "val.jsonl", ["a\u2581b", "c"]), tmp_path / "set"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", "sp320", "--out", out)
+    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
+    assert (charged, raw, manifest["splits"]["val"]["changed_documents"]) == (4, 6, 1)
+
+
+def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "set"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", "sp320",
+                "--out", out)
+    path = out / "manifest.json"
+    manifest, config, _ = load(out, str(out / "tokenizer.model"))
+    for change in ("bytes", "decoded_bytes", "tokens"):
+        wrong = json.loads(json.dumps(manifest))
+        wrong["splits"]["val"][change] += 1
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="the score would be wrong"):
+            train_gpt.load_validation(config)
+    path.write_text(json.dumps(manifest))
+    train_gpt.load_validation(config)
+    other = train_gpt.replace(config, tokenizer_path=str(corpus / "normalising.model"))
+    with pytest.raises(ValueError, match="sha256 of the tokenizer"):
+        train_gpt.load_validation(other)
+
+
+def test_vocabulary_and_tokenizer_must_agree(corpus):
+    config = tiny_config(tokenizer_path=str(corpus / "normalising.model"), vocab_size=321)
+    with pytest.raises(ValueError, match="VOCAB_SIZE=321.*set VOCAB_SIZE=320"):
+        train_gpt.load_byte_table(config)
+    with pytest.raises(ValueError, match="VOCAB_SIZE=261.*set VOCAB_SIZE=260"):
+        train_gpt.load_byte_table(tiny_config(vocab_size=261))
+
+
+@pytest.mark.parametrize("name, content", [("x.model", b"no model"), ("x.json", b"{}"), ("x.json", b"[1]"),
+                                           ("missing.model", None), ("missing.json", None)])
+def test_unreadable_tokenizers_are_named(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"TOKENIZER_PATH=.*{name}"):
+        train_gpt.load_byte_table(tiny_config(tokenizer_path=str(tmp_path / name)))
+
+
+def test_unknown_tokenizer_names_are_listed():
+    with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3' is none of .*byte260.*gpt2"):
+        train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))

@@ -1,0 +1,130 @@
+"""Variables: types, arguments, misspelt names, and what launchers leave in the environment."""
+
+import pytest
+import train_gpt
+from conftest import run_trainer
+
+LAUNCHERS = {
+    "torchrun": "LOCAL_RANK RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE "
+    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
+    "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING "
+    "OMP_NUM_THREADS PYTORCH_ALLOC_CONF TORCHINDUCTOR_CACHE_DIR TORCH_LOGS NCCL_DEBUG NCCL_SOCKET_IFNAME "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_HOME",
+    "slurm": "SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS SLURM_NNODES SLURM_JOB_ID SLURM_JOBID "
+    "SLURM_JOB_NUM_NODES SLURM_NPROCS SLURM_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_GPUS_ON_NODE "
+    "SLURM_CPUS_PER_TASK SLURM_STEP_ID SLURM_STEP_TASKS_PER_NODE SLURM_LAUNCH_NODE_IPADDR SLURM_NODELIST "
+    "SLURM_JOB_PARTITION SLURM_SUBMIT_DIR SLURM_MEM_PER_NODE SLURMD_NODENAME SRUN_DEBUG SBATCH_EXPORT",
+    "pbs": "PBS_NODEFILE PBS_JOBID PBS_JOBNAME PBS_O_WORKDIR PBS_O_HOME PBS_O_PATH PBS_NODENUM PBS_TASKNUM "
+    "PBS_MOMPORT PBS_QUEUE PBS_ENVIRONMENT PBS_JOBDIR NCPUS TMPDIR",
+    "mpi": "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE PMIX_RANK PMIX_NAMESPACE PALS_RANKID PALS_LOCAL_RANKID "
+    "PALS_APID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_NODE_RANK "
+    "OMPI_MCA_pml MPI_LOCALRANKID MPI_LOCALNRANKS MPICH_LOCALRANKID MPICH_GPU_SUPPORT_ENABLED MV2_COMM_WORLD_RANK "
+    "HYDI_CONTROL_FD HYDRA_BOOTSTRAP",
+    "others": "HOME PATH USER LOGNAME SHELL TERM LANG PWD OLDPWD HOSTNAME EDITOR PAGER DISPLAY VIRTUAL_ENV PS1 "
+    "HF_HOME HF_HUB_OFFLINE TIKTOKEN_CACHE_DIR WANDB_MODE WANDB_PROJECT WANDB_RUN_ID GITHUB_RUN_ID CI COMPILER "
+    "CC CXX CFLAGS LD_LIBRARY_PATH MODULEPATH LOADEDMODULES PYTHONPATH XDG_DATA_DIRS XDG_RUNTIME_DIR DEVICE_TYPE",
+}
+
+
+def test_defaults_are_the_published_ones():
+    config, overrides = train_gpt.load_config([], {})
+    assert overrides == {}
+    assert (config.vocab_size, config.num_layers, config.model_dim, config.num_heads, config.num_kv_heads,
+            config.mlp_mult) == (1024, 9, 512, 8, 4, 2)
+    assert (config.iterations, config.warmdown_iters, config.warmup_steps, config.train_batch_tokens,
+            config.train_seq_len, config.max_wallclock_seconds) == (20000, 3000, 20, 393216, 4096, 600.0)
+    assert (config.tied_embed_lr, config.matrix_lr, config.scalar_lr, config.head_lr, config.embed_lr) == (
+        0.03, 0.02, 0.02, 0.008, 0.6)
+    assert (config.muon_momentum, config.beta1, config.beta2, config.adam_eps, config.seed) == (
+        0.99, 0.9, 0.95, 1e-8, 1337)
+    assert (config.val_batch_size, config.val_loss_every, config.train_log_every) == (524288, 1000, 200)
+
+
+def test_arguments_win_over_the_environment():
+    config, overrides = train_gpt.load_config(["NUM_LAYERS=3"], {"NUM_LAYERS": "5", "MATRIX_LR": "1e-3"})
+    assert config.num_layers == 3 and config.matrix_lr == 1e-3
+    assert overrides == {"NUM_LAYERS": ("3", "argument"), "MATRIX_LR": ("1e-3", "environment")}
+
+
+@pytest.mark.parametrize("text, value", [("1", True), ("true", True), ("0", False), ("False", False)])
+def test_booleans(text, value):
+    assert train_gpt.load_config([f"TIE_EMBEDDINGS={text}"], {})[0].tie_embeddings is value
+
+
+@pytest.mark.parametrize("argument, wanted", [
+    ("NUM_LAYERS=four", ["NUM_LAYERS", "'four'", "integer", "9"]),
+    ("NUM_LAYERS=4.5", ["NUM_LAYERS", "'4.5'", "integer"]),
+    ("MATRIX_LR=", ["MATRIX_LR", "number"]),
+    ("MATRIX_LR=nan", ["MATRIX_LR", "finite"]),
+    ("ITERATIONS=-1", ["ITERATIONS=-1", "0 or more"]),
+    ("VOCAB_SIZE=0", ["VOCAB_SIZE=0", "1 or more"]),
+    ("TIE_EMBEDDINGS=yes", ["TIE_EMBEDDINGS", "'yes'", "true"]),
+    ("DTYPE=fp16", ["DTYPE", "'fp16'", "float16"]),
+    ("NUM_HEADS=7", ["MODEL_DIM=512", "14"]),
+    ("NUM_KV_HEADS=3", ["NUM_KV_HEADS=3", "NUM_HEADS=8"]),
+    ("RUN_ID=a/b", ["RUN_ID", "'a/b'"]),
+    ("NUM_LAYER=4", ["NUM_LAYER=4", "did you mean NUM_LAYERS=4"]),
+    ("num_layers=4", ["did you mean NUM_LAYERS=4"]),
+    ("--num-layers", ["--num-layers", "NUM_LAYERS"]),
+    ("NUM_LAYERS", ["NUM_LAYERS=value"]),
+    ("frobnicate", ["frobnicate", "--help"]),
+])
+def test_bad_arguments_name_what_would_work(argument, wanted):
+    with pytest.raises(ValueError) as error:
+        train_gpt.load_config([argument], {})
+    assert all(text in str(error.value) for text in wanted), str(error.value)
+
+
+@pytest.mark.parametrize("name, meant", [
+    ("MATRX_LR", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("TRAIN_SEQLEN", "TRAIN_SEQ_LEN"), ("SEEDS", "SEED"),
+    ("WARMUP_STEP", "WARMUP_STEPS"), ("ITERATION", "ITERATIONS"), ("MAX_WALL_CLOCK_SECONDS", "MAX_WALLCLOCK_SECONDS"),
+])
+def test_a_misspelt_name_in_the_environment_stops_the_run(name, meant):
+    with pytest.raises(ValueError, match=f"{name}='1'.*did you mean {meant}"):
+        train_gpt.load_config([], {name: "1"})
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_variables_are_no_misspelt_names(launcher):
+    train_gpt.load_config([], dict.fromkeys(LAUNCHERS[launcher].split(), "1"))
+
+
+def test_every_other_set_of_patterns_follows_the_control_tensors():
+    config, _ = train_gpt.load_config([], {"CONTROL_TENSOR_NAME_PATTERNS": "q_gain"})
+    assert config.int8_keep_float_fp32_name_patterns == "q_gain"
+    config, _ = train_gpt.load_config(["INT8_KEEP_FLOAT_FP32_NAME_PATTERNS="], {})
+    assert config.int8_keep_float_fp32_name_patterns == ""
+
+
+@pytest.mark.parametrize("world, wanted", [
+    (1, (8, 393216)), (2, (4, 393216)), (4, (2, 393216)), (8, (1, 393216)),
+    (3, (4, 393216)), (6, (2, 393216)), (5, (2, 409600)), (7, (2, 401408)), (12, (1, 393216)), (16, (1, 393216)),
+])
+def test_accumulation_and_tokens_per_step_for_every_world_size(world, wanted):
+    assert train_gpt.split_batch(train_gpt.Config(), world) == wanted
+    accum, tokens = wanted
+    assert tokens % (4096 * world * accum) == 0
+
+
+def test_accumulation_by_hand_and_small_batches():
+    assert train_gpt.split_batch(train_gpt.Config(grad_accum_steps=3), 1) == (3, 393216)
+    small = train_gpt.Config(train_batch_tokens=3 * 4096, val_batch_size=3 * 4096)
+    assert train_gpt.split_batch(small, 1) == (3, 3 * 4096)
+    with pytest.raises(ValueError, match="TRAIN_BATCH_TOKENS=4000 .* 4096 would do"):
+        train_gpt.split_batch(train_gpt.Config(train_batch_tokens=4000), 1)
+    with pytest.raises(ValueError, match="VAL_BATCH_SIZE=4096 .* 32768 would do"):
+        train_gpt.split_batch(train_gpt.Config(val_batch_size=4096), 1)
+
+
+def test_help_names_every_variable(tmp_path):
+    result = run_trainer(tmp_path, "--help")
+    assert result.returncode == 0
+    for f in train_gpt.fields(train_gpt.Config):
+        assert f"\n{f.name.upper()}=" in result.stdout
+
+
+def test_a_typo_ends_the_script_with_one_line(tmp_path):
+    result = run_trainer(tmp_path, environment={"MATRX_LR": "0.1"})
+    assert result.returncode == 1 and result.stdout == ""
+    assert "MATRX_LR='0.1'" in result.stderr and "MATRIX_LR" in result.stderr
+    assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())

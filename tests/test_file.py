@@ -1,0 +1,44 @@
+"""What keeps the one file one readable file."""
+
+import ast
+import subprocess
+import sys
+
+from conftest import REPOSITORY
+
+SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
+TREE = ast.parse(SOURCE)
+
+
+def test_it_stays_under_its_cap():
+    assert len(SOURCE.splitlines()) < 1500
+    assert max(map(len, SOURCE.splitlines())) <= 100
+
+
+def test_it_imports_nothing_beyond_four_packages():
+    modules = set()
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.split(".")[0])
+    assert modules - sys.stdlib_module_names <= {"torch", "numpy", "sentencepiece", "tiktoken"}
+
+
+def test_functions_are_short_and_documented():
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.FunctionDef):
+            size = node.end_lineno - node.lineno + 1
+            assert size <= (110 if node.name == "train" else 60), (node.name, size)
+    for node in TREE.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            assert ast.get_docstring(node), node.name
+
+
+def test_importing_it_touches_no_gpu_and_prints_nothing():
+    code = ("import torch, torch.cuda\n"
+            "def fail(*a, **k): raise AssertionError('CUDA was touched')\n"
+            "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = fail\n"
+            "import train_gpt")
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr

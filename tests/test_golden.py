@@ -1,0 +1,68 @@
+"""The reference run: the same losses, counts and artifact from the same weights and text.
+
+Its data are not part of this repository; GOLDEN_PATH names their folder."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import train_gpt
+from conftest import REPOSITORY, events, run_trainer
+
+GOLDEN = Path(os.environ.get("GOLDEN_PATH", REPOSITORY.parent / "shared" / "golden")).resolve()
+MODEL = GOLDEN.parent / "tokenizers" / "fineweb_1024_bpe.model"
+pytestmark = pytest.mark.skipif(
+    not (GOLDEN / "A" / "expected.json").exists() or not MODEL.exists(),
+    reason=f"the reference run's data are not in {GOLDEN} (GOLDEN_PATH)")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return json.loads((GOLDEN / "A" / "expected.json").read_text())
+
+
+def golden_run(folder, *more, ranks=0):
+    settings = dict(line.split("=", 1) for line in (GOLDEN / "A" / "env").read_text().split())
+    result = run_trainer(
+        folder, f"DATA_PATH={GOLDEN / 'ds'}", f"TOKENIZER_PATH={MODEL}", "TRAIN_LOG_EVERY=1", "RUN_ID=golden",
+        "DEVICE=cpu", *more, ranks=ranks, environment=settings)
+    assert result.returncode == 0, result.stderr
+    return events(folder, "golden")
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_losses_and_artifact_of_the_reference_run(tmp_path, expected, ranks):
+    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", ranks=ranks)
+    losses = [event["train_loss"] for event in seen if event["event"] == "train"]
+    assert losses[:5] == pytest.approx(expected["train_loss"][:5], abs=3e-4)
+    assert losses == pytest.approx(expected["train_loss"], abs=2e-3)
+    validations = [(e["step"], e["val_loss"], e["val_bpb"]) for e in seen if e["event"] == "val"]
+    for found, wanted in zip(validations, expected["val"], strict=True):
+        assert found == pytest.approx(wanted, abs=2e-3)
+    export, final = seen[-2], seen[-1]
+    assert (final["val_loss"], final["val_bpb"]) == pytest.approx(expected["roundtrip_exact"], abs=2e-3)
+    assert export["payload_bytes"] == expected["int8_payload_bytes"]
+    assert export["artifact_bytes"] == pytest.approx(expected["artifact_bytes"], rel=0.005)
+    state = torch.load(tmp_path / "final_model.pt", weights_only=True)
+    assert sum(t.numel() for t in state.values()) == expected["model_params"]
+
+
+def test_the_reference_runs_artifact_scores_the_same_here(tmp_path):
+    seen = golden_run(tmp_path, "ITERATIONS=0", f"INIT_FROM={GOLDEN / 'A' / 'final_model.int8.ptz'}")
+    assert seen[1]["event"] == "val" and seen[1]["val_loss"] == pytest.approx(4.90365, abs=2e-4)
+
+
+def test_the_seed_alone_makes_the_initial_weights():
+    config = train_gpt.Config(num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, dtype="float32")
+    torch.manual_seed(1337)
+    state, wanted = train_gpt.GPT(config).state_dict(), torch.load(GOLDEN / "A" / "init.pt", weights_only=True)
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_a_bfloat16_run_stays_close_to_the_float32_one(tmp_path, expected):
+    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", "DTYPE=bfloat16", "VAL_LOSS_EVERY=0")
+    losses = [event["train_loss"] for event in seen if event["event"] == "train"]
+    assert losses == pytest.approx(expected["train_loss"], abs=0.03)

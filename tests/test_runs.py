@@ -1,0 +1,171 @@
+"""Whole runs of the script: the log's lines, ranks, devices, and what is found before training."""
+
+import json
+import re
+
+import pytest
+import torch
+import train_gpt
+from conftest import events, make_shards, run_here, run_trainer, tiny_arguments
+
+NUMBER = r"-?\d+(\.\d+)?"
+PATTERNS = [
+    r"logs/run\.txt",
+    r"val_bpb:enabled tokenizer_kind=byte tokenizer_path=byte260.*",
+    r"train_loader:dataset:tiny train_shards:2.*",
+    r"val_loader:shards pattern=.*tiny_val_\*\.bin tokens:2976.*",
+    r"model_params:\d+",
+    r"world_size:1 grad_accum_steps:8.*",
+    r"sdp_backends:cudnn=False flash=True mem_efficient=False math=False.*",
+    r"attention_mode:gqa num_heads:2 num_kv_heads:1",
+    r"tie_embeddings:True embed_lr:0.03 head_lr:0.0 matrix_lr:0.02 scalar_lr:0.02",
+    r"train_batch_tokens:1024 train_seq_len:32 iterations:4 warmup_steps:1 max_wallclock_seconds:0.000",
+    r"seed:1337",
+    r"config:\{.*\}",
+    r"warmup_step:1/1",
+    rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} train_time:\d+ms step_avg:{NUMBER}ms",
+    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} train_time:\d+ms step_avg:\d+\.\d\dms lr:\S+ grad_norm:{NUMBER} "
+      r"tok_per_sec:\d+ mfu:n/a mem:\d+MiB eta:\d+\.\dm" for n in (1, 2)],
+    r"step:2/4 val_loss:.*",
+    r"step:3/4 train_loss:.*", r"step:4/4 train_loss:.*", r"step:4/4 val_loss:.*",
+    r"peak memory allocated: \d+ MiB reserved: \d+ MiB",
+    r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
+    r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ payload_ratio:\d\.\d\dx\)",
+    r"Total submission size int8\+zlib: \d+ bytes",
+    r"final_int8_zlib_roundtrip val_loss:\d\.\d{4} val_bpb:\d\.\d{4} eval_time:\d+ms",
+    r"final_int8_zlib_roundtrip_exact val_loss:\d\.\d{8} val_bpb:\d\.\d{8}",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One tiny run, with the folder it ran in and the folder of its data."""
+    folder = tmp_path_factory.mktemp("finished")
+    data = make_shards(folder)
+    result = run_trainer(folder, *tiny_arguments(data, RUN_ID="run"))
+    assert result.returncode == 0, result.stderr
+    return folder, data, result
+
+
+def test_the_log_has_the_lines_that_parsers_read(finished):
+    folder, _, result = finished
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(PATTERNS), result.stdout
+    for line, pattern in zip(lines, PATTERNS):
+        assert re.fullmatch(pattern, line), (pattern, line)
+    text = (folder / "logs" / "run.txt").read_text()
+    source = (train_gpt.Path(train_gpt.__file__)).read_text()
+    assert text.startswith(source + "\n" + "=" * 100 + "\nRunning Python ")
+    assert text.endswith("=" * 100 + "\n" + "\n".join(lines[1:]) + "\n")
+
+
+def test_events_are_unrounded_and_complete(finished):
+    folder, _, result = finished
+    seen = events(folder, "run")
+    assert [event["event"] for event in seen] == [
+        "config", "val", "train", "train", "val", "train", "train", "val", "export", "final"]
+    config = seen[0]
+    assert config["overrides"]["NUM_LAYERS"] == ["2", "argument"] and "SEED" not in config["overrides"]
+    assert config["config"]["DTYPE"] == "float32" and config["config"]["GRAD_ACCUM_STEPS"] == 8
+    final = seen[-1]
+    exact = re.search(r"roundtrip_exact val_loss:(\S+) val_bpb:(\S+)", result.stdout)
+    assert final["step"] == 4
+    assert [f"{final[key]:.8f}" for key in ("val_loss", "val_bpb")] == list(exact.groups())
+    assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
+    assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
+
+
+def test_the_artifact_can_be_scored_alone(finished, tmp_path, monkeypatch):
+    """ITERATIONS=0 needs no training data and gives the score that the run ended with."""
+    folder, data, _ = finished
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "tiny_val_000000.bin").write_bytes((data / "tiny_val_000000.bin").read_bytes())
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        tmp_path / "only", RUN_ID="score", ITERATIONS=0, INIT_FROM=folder / "final_model.int8.ptz"))
+    scored = [event for event in events(tmp_path, "score") if event["event"] == "val"][0]
+    assert scored["val_loss"] == pytest.approx(events(folder, "run")[-1]["val_loss"], abs=1e-6)
+
+
+def test_two_ranks_compute_what_one_does(finished, tmp_path):
+    folder, data, _ = finished
+    result = run_trainer(tmp_path, *tiny_arguments(data, RUN_ID="run", OUT_DIR="out"), ranks=2)
+    assert result.returncode == 0, result.stderr
+    one, two = events(folder, "run"), events(tmp_path, "run")
+    assert "world_size:2 grad_accum_steps:4" in result.stdout
+    assert result.stdout.count("\nmodel_params:") == 1
+    for a, b in zip(one, two, strict=True):
+        assert a["event"] == b["event"]
+        for key in ("train_loss", "val_loss", "val_bpb", "grad_norm"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], rel=2e-4), (key, a, b)
+    assert (tmp_path / "out" / "final_model.int8.ptz").exists()
+
+
+def test_three_ranks_round_the_batch_and_stop_together_at_the_cap(finished, tmp_path):
+    _, data, _ = finished
+    result = run_trainer(tmp_path, *tiny_arguments(
+        data, RUN_ID="three", ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=1, VAL_LOSS_EVERY=0), ranks=3)
+    assert result.returncode == 0, result.stderr
+    assert "world_size:3 grad_accum_steps:3" in result.stdout
+    assert "train_batch_tokens:1152 " in result.stdout  # 36 rows: 32 do not divide into 9 equal spans
+    assert "stopping_early: wallclock_cap" in result.stdout and "roundtrip_exact" in result.stdout
+
+
+def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatch):
+    _, data, _ = finished
+    (tmp_path / "logs").mkdir()
+    for ending in ("txt", "jsonl"):
+        (tmp_path / "logs" / f"again.{ending}").write_text(f"old {ending}")
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="again", ITERATIONS=1, VAL_LOSS_EVERY=0))
+    kept = [path for path in (tmp_path / "logs").iterdir() if path.stem != "again"]
+    assert sorted(path.read_text() for path in kept) == ["old jsonl", "old txt"]
+    assert all(json.loads(line) for line in (tmp_path / "logs" / "again.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("changes, wanted", [
+    (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
+    (dict(VOCAB_SIZE=261), "set VOCAB_SIZE=260"),
+    (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768), "too few for one row"),
+    (dict(TRAIN_BATCH_TOKENS=31), "TRAIN_BATCH_TOKENS=31"),
+    (dict(DEVICE="mps"), "DEVICE=mps cannot be used here"),
+    (dict(INIT_FROM="missing.pt"), "missing.pt"),
+    (dict(OUT_DIR="file"), "file"),
+])
+def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
+    if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
+        pytest.skip("MPS is there")
+    _, data, _ = finished
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, **changes))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_compiler_that_fails_costs_a_warning_and_nothing_else(finished, tmp_path):
+    folder, data, _ = finished
+    result = run_trainer(
+        tmp_path, *tiny_arguments(data, RUN_ID="run", COMPILE=1, ITERATIONS=2, VAL_LOSS_EVERY=0),
+        environment={"CXX": "/does/not/exist", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("warning: the compiler fails, so it is not used") == 1
+    losses = [[e["train_loss"] for e in events(f, "run") if e["event"] == "train"][:2] for f in (folder, tmp_path)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_types_train_alike(finished, tmp_path, monkeypatch, dtype):
+    """float16 with loss scaling: the same losses, nearly, and no step that is skipped for good."""
+    folder, data, _ = finished
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE=dtype))
+    losses = [[e["val_loss"] for e in events(f, "run") if e["event"] == "val"] for f in (folder, tmp_path)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1][-1] < losses[1][0] - 0.1
+
+
+def test_untied_clipped_and_accumulated_by_hand(finished, tmp_path, monkeypatch, capsys):
+    _, data, _ = finished
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        data, RUN_ID="run", TIE_EMBEDDINGS=0, GRAD_CLIP_NORM=0.5, GRAD_ACCUM_STEPS=2, WARMUP_STEPS=0))
+    output = capsys.readouterr().out
+    assert "world_size:1 grad_accum_steps:2" in output and "embed_lr:0.6 head_lr:0.008" in output
+    losses = [e["val_loss"] for e in events(tmp_path, "run") if e["event"] == "val"]
+    assert losses[-1] < losses[0] and len(losses) == 3
