@@ -993,6 +993,7 @@ def main() -> None:
     step = train(run)
     export(run, step, source)
     if dist.is_initialized():
+        dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()
 
 if __name__ == "__main__":
