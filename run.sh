@@ -40,7 +40,7 @@ fi
 printf '%q ' "${command[@]}"
 echo
 "${command[@]}"
-log=$(ls -t logs/*.txt | head -n 1)
+log=$(ls -t logs/*.txt | sed -n 1p)
 cat <<EOF
 
 log       $log (and ${log%.txt}.jsonl, an event a line)
