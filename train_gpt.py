@@ -47,12 +47,11 @@ def var(default, unit: str, text: str, low: float = 0):
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
-    # Run
+    # Run and data
     run_id: str = var("", "name", "names the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
     seed: int = var(1337, "", "seed of the initial weights")
     out_dir: str = var(".", "folder", "receives final_model.pt and final_model.int8.ptz")
     init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
-    # Data
     data_path: str = var("./data/datasets/fineweb10B_sp1024", "folder", "of the token shards")
     tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "file", "or a name")
     # Device
@@ -61,7 +60,7 @@ class Config:
     matmul_precision: str = var("high", "highest|high", "of float32 products; high: TF32 on CUDA")
     compile: str = var("auto", "auto|0|1", "use torch.compile; auto: on CUDA only")
     attn: str = var("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
-    # Length
+    # Length, validation and log
     iterations: int = var(20000, "steps", "steps to train; the wall clock may end the run sooner")
     max_wallclock_seconds: float = var(600.0, "s", "cap of the training clock; 0: none")
     warmup_steps: int = var(20, "steps", "unclocked steps that prime the kernels, then are undone")
@@ -69,7 +68,6 @@ class Config:
     train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and micro-steps", low=1)
     train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
     grad_accum_steps: int = var(0, "steps", "micro-steps of a rank; 0: 8 in a step, over all ranks")
-    # Validation and log
     val_loss_every: int = var(1000, "steps", "between validations; 0: only at the end")
     val_batch_size: int = var(524288, "tokens", "a validation forward, over ranks and micro-steps")
     train_log_every: int = var(200, "steps", "between log lines after the first ten; 0: no more")
@@ -117,23 +115,22 @@ class Config:
 
 def parse_value(f, text: str):
     """The value that `text` means for a field; ValueError names the variable and what works."""
-    choices = f.metadata["unit"].split("|") if f.type is str else []
-    choices = {"1": True, "0": False, "true": True, "false": False} if f.type is bool else choices
-    require(len(choices) < 2 or text.lower() in choices,
-            f"{f.name.upper()}={text!r} is none of {', '.join(choices)}")
+    choices = f.metadata["unit"].split("|") + ["true", "false"] * (f.type is bool)
+    text = text.lower() if (chosen := len(choices) > 1) else text
+    require(not chosen or text in choices, f"{f.name.upper()}={text!r} is none of {choices}")
     try:
-        return choices[text.lower()] if f.type is bool else f.type(text)
+        return text in ("1", "true") if f.type is bool else f.type(text)
     except ValueError:
-        kind = "an integer" if f.type is int else "a number"
-        raise ValueError(f"{f.name.upper()}={text!r} is not {kind}, as {f.default} is") from None
+        message = f"{f.name.upper()}={text!r} is no {f.type.__name__}, as {f.default} is"
+        raise ValueError(message) from None
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """Returns the configuration and, for each variable that was set, its text and who set it,
     "argument" or "environment". ValueError: a bad value, an unknown or misspelt name."""
     known = {f.name.upper(): f for f in fields(Config)}
     texts = {name: (environment[name], "environment") for name in known if name in environment}
-    # Clusters' module systems set COMPILER, which is nobody's misspelt COMPILE.
-    for name in environment.keys() - known.keys() - {"COMPILER"}:
+    # Clusters and containers set these, and mean something else.
+    for name in environment.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
         near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
         require(not near, f"{name}={environment[name]!r} in the environment is no variable of this "
                 f"script; did you mean {''.join(near)}? If not, unset {name}")
@@ -160,14 +157,14 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over the ranks, in place, and returns it."""
+    def reduce(self, tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
+        """Sums `tensor` over the ranks, or as `operation` says, in place, and returns it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, operation)
         return tensor
 
     def now_ms(self) -> float:
-        """The time in ms when the device has done all that it was asked to do."""
+        """The time in ms, when the device has done all that it was asked to do."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
@@ -196,12 +193,13 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 def split_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """Returns micro-steps per rank and tokens per step. A step reads 8 spans of the stream where
-    the world size divides 8, so that 1, 2, 4 and 8 ranks compute the same. Others take the first
-    number of micro-steps from 8/world on that splits the batch into whole rows, or round it."""
+    """Returns micro-steps per rank and tokens per step, rounded to whole rows. A step reads 8 spans
+    of the stream, or 4, 2, 1 if it has fewer rows, where the world size divides that: 1, 2, 4 and 8
+    ranks compute the same. Others take the first accumulation from there on that rounds nothing."""
     rows, wanted = config.train_batch_tokens / config.train_seq_len, config.grad_accum_steps
-    first = wanted or max(1, min(math.ceil(8 / world_size), int(rows // world_size)))
-    choices = [first] if wanted or 8 % world_size == 0 else range(first, 2 * first + 1)
+    shared = 2 ** int(math.log2(min(8, max(1, rows))))
+    first = wanted or math.ceil(shared / world_size)
+    choices = [first] if wanted or shared % world_size == 0 else range(first, 2 * first + 1)
     accum = next((a for a in choices if rows % (world_size * a) == 0), first)
     spans = accum * world_size
     for name in ("train_batch_tokens", "val_batch_size"):
@@ -224,9 +222,9 @@ class RunLog:
             return
         Path("logs").mkdir(exist_ok=True)
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
-        for path in paths:
+        for path, stamp in zip(paths, [new_run_id()] * 2):
             if path.exists():  # runs of one name never mix in one file
-                path.rename(path.with_name(f"{path.stem}.{new_run_id()}{path.suffix}"))
+                path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
         smi = shutil.which("nvidia-smi") or ""
@@ -255,8 +253,8 @@ class RunLog:
 
 PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
-    "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125,
-    "T4": 65, "MI300X": 1307, "MI250X": 383}
+    "A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+    "V100": 125, "Tesla T4": 65, "MI300X": 1307, "MI250X": 383}
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """MiB allocated and reserved at most: of the device on CUDA, else of this process."""
@@ -294,8 +292,7 @@ SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order; ValueError if there are none, or two sets."""
-    files = [path for path in sorted(Path(config.data_path).glob(f"*_{split}_*.bin"))
-             if f"_{split}_bytes_" not in path.name]
+    files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by: "
             f"python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
     sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
@@ -306,11 +303,11 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     """A shard's values as a uint16 memory map. ValueError: no shard, header and size disagree, no
     tokens, or, where `vocab_size` is given, an id that is not below it."""
     header, size = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4), path.stat().st_size
-    require(header[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION] and size >= HEADER_BYTES,
-            f"{path} is no token shard: it starts with {header[:2].tolist()}, not {SHARD_MAGIC}, 1")
-    right_size = HEADER_BYTES + 2 * int(header[2])
-    require(size == right_size > HEADER_BYTES, f"{path} is damaged: its header says {header[2]} "
-            f"tokens, so {right_size} bytes, but it has {size} bytes; make or download it again")
+    require(header[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION], f"{path} is no token shard: it "
+            f"starts with the integers {header[:2].tolist()}, not {SHARD_MAGIC}, {SHARD_VERSION}")
+    count = int(header[2]) if len(header) * 4 == HEADER_BYTES else 0
+    require(size == HEADER_BYTES + 2 * count > HEADER_BYTES, f"{path} is damaged: it has {size} "
+            f"bytes and a header that promises {count} tokens; make or download it again")
     shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
     largest = 0 if vocab_size is None else int(shard.max())
     require(largest < (vocab_size or 1), f"{path} holds token {largest}, too large for VOCAB_SIZE="
@@ -324,8 +321,8 @@ class TokenLoader:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.position = config, ranks, 0
-        self.shards = [open_shard(path, config.vocab_size) for path in find_shards(config, "train")]
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.files, self.shards = find_shards(config, "train"), {}  # ids are checked on first use
+        self.ends = np.cumsum([len(open_shard(path)) for path in self.files])
         micro_steps = ranks.world_size * config.grad_accum_steps
         self.span = config.train_batch_tokens // micro_steps + 1
 
@@ -335,6 +332,8 @@ class TokenLoader:
         while filled < count:
             at = (start + filled) % int(self.ends[-1])
             index = int(np.searchsorted(self.ends, at, side="right"))
+            if index not in self.shards:
+                self.shards[index] = open_shard(self.files[index], self.config.vocab_size)
             part = self.shards[index][at - int(self.ends[index]):][:count - filled]
             tokens[filled:filled + len(part)] = part
             filled += len(part)
@@ -387,11 +386,12 @@ def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
         raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model ({error}); "
                          f"data/prepare.py makes one and prints the path to use") from None
     ids, mark = range(model.vocab_size()), "\u2581"
-    boundary = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
-    pieces = ["" if boundary[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
+    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+    pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
     dummy = model.encode("a", out_type=str)[0].startswith(mark)
-    return lengths, [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)], boundary
+    first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
+    return lengths, first, [model.is_control(i) for i in ids]
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
     """Returns the tokenizer's kind; the validation split cut to whole rows and one token more,
@@ -412,14 +412,14 @@ def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
     path = Path(config.data_path, "manifest.json")
     manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if "splits" not in manifest:  # none, or another publisher's, without byte counts
+    if manifest.get("made_by") != "data/prepare.py":  # others have no byte counts
         return None
     tokenizer, split, raw = manifest["tokenizer"], manifest["splits"]["val"], None
-    pairs = [("validation tokens", split["tokens"], token_count),
+    file = Path(config.tokenizer_path)  # tokenizers known by name have none
+    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
+             ("validation tokens", split["tokens"], token_count),
              ("bytes of decoded text", split["decoded_bytes"], charged)]
-    if tokenizer["sha256"]:  # tokenizers known by name have no file
-        digest = sha256(Path(config.tokenizer_path).read_bytes()).hexdigest()
-        pairs.insert(0, ("as sha256 of the tokenizer", tokenizer["sha256"], digest))
     if tokenizer["changes_text"]:
         files = sorted(path.parent.glob("*_val_bytes_*.bin"))
         raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
@@ -585,9 +585,8 @@ def choose_attention(config: Config, device: torch.device) -> tuple[str, bool]:
                 with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
                     causal_attention(q, k, k, repeat).sum().backward()
                 return name, repeat
-            except RuntimeError:
+            except RuntimeError:  # the math kernel, which is tried last, runs everywhere
                 pass
-    raise AssertionError("the math kernel runs everywhere")
 
 # ---- Optimizers --------------------------------------------------------------------------------
 def rounded_product(a: Tensor, b: Tensor) -> Tensor:
@@ -631,7 +630,7 @@ class Muon(torch.optim.Optimizer):
             nesterov = p.grad.add(buffer, alpha=group["momentum"])
             scale = max(1, p.size(0) / p.size(1)) ** 0.5
             update.copy_(orthogonalize(nesterov, self.steps, self.product).mul_(scale).flatten())
-        self.ranks.sum(updates)
+        self.ranks.reduce(updates)
         for p, update in pairs:
             p.add_(update.view_as(p), alpha=-group["lr"])
 
@@ -678,7 +677,7 @@ def average_gradients(model: nn.Module, ranks: Ranks) -> None:
     grads = [p.grad for p in model.parameters() if p.grad is not None and ranks.world_size > 1]
     for dtype in dict.fromkeys(g.dtype for g in grads):
         same = [g for g in grads if g.dtype == dtype]
-        flat = ranks.sum(torch.cat([g.flatten() for g in same])).div_(ranks.world_size)
+        flat = ranks.reduce(torch.cat([g.flatten() for g in same])).div_(ranks.world_size)
         for g, mean in zip(same, flat.split([g.numel() for g in same])):
             g.copy_(mean.view_as(g))
 
@@ -700,7 +699,7 @@ def evaluate(run: "Run") -> dict[str, float]:
         span = span.to(ranks.device)
         loss = run.forward(span[:-1].view(-1, length), span[1:].view(-1, length))
         nats += loss.to(device).double() * (stop - start) * length
-    total = ranks.sum(nats).item()
+    total = ranks.reduce(nats).item()
     score = {"val_loss": total / (rows * length), "val_bpb": total / math.log(2) / run.val_bytes}
     if run.val_raw_bytes is not None:
         score["val_bpb_raw"] = total / math.log(2) / run.val_raw_bytes
@@ -754,8 +753,7 @@ def dequantize(artifact: dict) -> dict[str, Tensor]:
         scale = artifact["scales"][name].float()
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     dtypes = {**artifact["dtypes"], **artifact.get("passthrough_orig_dtypes", {})}
-    return {name: t.to(getattr(torch, dtypes.get(name, str(t.dtype).removeprefix("torch."))))
-            for name, t in state.items()}
+    return {n: t.to(getattr(torch, dtypes[n])) if n in dtypes else t for n, t in state.items()}
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Copies a state dict or an int8 artifact into the model; ValueError: it is neither, or of
@@ -767,8 +765,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         state = dequantize(state) if state.get("__quant_format__") == INT8_FORMAT else state
         model.load_state_dict(state)
-    except (OSError, zlib.error, pickle.UnpicklingError, RuntimeError, AttributeError, LookupError,
-            TypeError) as error:
+    except (OSError, EOFError, zlib.error, pickle.UnpicklingError, RuntimeError, AttributeError,
+            LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -805,7 +803,7 @@ def export(run: "Run", step: int, source: str) -> None:
                   artifact_sha256=sha256(data).hexdigest())
         load_weights(run.model, folder / "final_model.int8.ptz")
     for p in run.model.parameters():  # only the main rank is sure to see the file
-        run.ranks.sum(p.data if run.ranks.rank == 0 else p.data.zero_())
+        run.ranks.reduce(p.data if run.ranks.rank == 0 else p.data.zero_())
     started = run.ranks.now_ms()
     score = evaluate(run)
     eval_ms = run.ranks.now_ms() - started
@@ -845,7 +843,10 @@ def train_step(run: Run, step: int, factor: float, log_norm: bool) -> tuple[Tens
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     if log_norm or config.grad_clip_norm > 0:
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip_norm or math.inf)
+        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
+        if config.grad_clip_norm > 0:  # an overflow is infinite; it must not make NaN of the rest
+            nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -874,10 +875,10 @@ def train(run: Run) -> int:
         last = stopped or step >= config.iterations
         if last or (config.val_loss_every and step % config.val_loss_every == 0):
             paused = ranks.now_ms()
-            score, time_ms = evaluate(run), paused - origin
-            times = f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms"
+            score, val_ms = evaluate(run), paused - origin
+            times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(step, 1):.2f}ms"
             log.line(f"step:{step}/{config.iterations} {score_text(score, 4, times)}")
-            log.event("val", step=step, **score, train_time_ms=time_ms)
+            log.event("val", step=step, **score, train_time_ms=val_ms)
             origin += ranks.now_ms() - paused
         if last:
             break
@@ -887,20 +888,19 @@ def train(run: Run) -> int:
         step += 1
         if log_this or config.max_wallclock_seconds > 0:
             time_ms = ranks.now_ms() - origin
-        if config.max_wallclock_seconds > 0:
-            over = torch.tensor(float(time_ms >= config.max_wallclock_seconds * 1000))
-            stopped = ranks.sum(over.to(ranks.device)).item() > 0
+        if config.max_wallclock_seconds > 0:  # one clock sets stop and schedule of all ranks
+            clock = torch.tensor(time_ms, device=ranks.device)
+            time_ms = ranks.reduce(clock, dist.ReduceOp.MAX).item()
+            stopped = time_ms >= config.max_wallclock_seconds * 1000
         if log_this or stopped:
-            mean_loss = ranks.sum(loss).item() / ranks.world_size
+            mean_loss = ranks.reduce(loss).item() / ranks.world_size
             log_step(run, step, time_ms, since, mean_loss, None if norm is None else norm.item())
             since = (step, time_ms)
-        log.progress(f"step {step}/{config.iterations}, {time_ms / 60000:.1f} minutes, "
-                     f"last loss {mean_loss:.4f}")
-    if stopped:
-        where = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
-        log.line(f"stopping_early: wallclock_cap {where}")
-    allocated, reserved = peak_memory_mib(ranks.device)
-    log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        log.progress(f"step {step} after {time_ms / 60000:.1f} minutes, loss {mean_loss:.4f}")
+    if step < config.iterations:
+        text = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
+        log.line(f"stopping_early: wallclock_cap {text}")
+    log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
     return step
 
 def compile_model(run: Run) -> None:
@@ -910,7 +910,7 @@ def compile_model(run: Run) -> None:
         compiled(*run.loader.next_batch()).backward()
         run.forward = compiled
     except Exception as error:  # compilers fail in many ways, and training goes on without them
-        run.log.line(f"warning: the compiler fails, so it is not used: {str(error)[:200]!r}")
+        run.log.line(f"warning: a compiled step fails, so no compiling: {str(error)[:200]!r}")
     run.loader.position = 0
     run.model.zero_grad(set_to_none=True)
 
@@ -951,7 +951,7 @@ def announce(run: Run, tokenizer_kind: str, repeat_kv: bool, overrides: dict) ->
     config, log, tied = run.config, run.log, run.config.tie_embeddings
     settings = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
     on = {name: name == config.attn for name in ("cudnn", "flash", "efficient", "math")}
-    shards = len(run.loader.shards) if run.loader else 0
+    shards = len(run.loader.files) if run.loader else 0
     pattern = str(find_shards(config, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
     log.event("config", config=settings, overrides=overrides)
     for text in (

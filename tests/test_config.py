@@ -22,7 +22,7 @@ LAUNCHERS = {
     "HYDI_CONTROL_FD HYDRA_BOOTSTRAP",
     "others": "HOME PATH USER LOGNAME SHELL TERM LANG PWD OLDPWD HOSTNAME EDITOR PAGER DISPLAY VIRTUAL_ENV PS1 "
     "HF_HOME HF_HUB_OFFLINE TIKTOKEN_CACHE_DIR WANDB_MODE WANDB_PROJECT WANDB_RUN_ID GITHUB_RUN_ID CI COMPILER "
-    "CC CXX CFLAGS LD_LIBRARY_PATH MODULEPATH LOADEDMODULES PYTHONPATH XDG_DATA_DIRS XDG_RUNTIME_DIR DEVICE_TYPE",
+    "MODEL_DIR DATASET_PATH CC CXX CFLAGS LD_LIBRARY_PATH MODULEPATH LOADEDMODULES PYTHONPATH XDG_DATA_DIRS XDG_RUNTIME_DIR DEVICE_TYPE",
 }
 
 
@@ -46,15 +46,19 @@ def test_arguments_win_over_the_environment():
     assert overrides == {"NUM_LAYERS": ("3", "argument"), "MATRIX_LR": ("1e-3", "environment")}
 
 
+def test_choices_may_be_written_in_capitals():
+    assert train_gpt.load_config(["DTYPE=BFLOAT16", "ATTN=Math"], {})[0].dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("text, value", [("1", True), ("true", True), ("0", False), ("False", False)])
 def test_booleans(text, value):
     assert train_gpt.load_config([f"TIE_EMBEDDINGS={text}"], {})[0].tie_embeddings is value
 
 
 @pytest.mark.parametrize("argument, wanted", [
-    ("NUM_LAYERS=four", ["NUM_LAYERS", "'four'", "integer", "9"]),
-    ("NUM_LAYERS=4.5", ["NUM_LAYERS", "'4.5'", "integer"]),
-    ("MATRIX_LR=", ["MATRIX_LR", "number"]),
+    ("NUM_LAYERS=four", ["NUM_LAYERS", "'four'", "no int", "9"]),
+    ("NUM_LAYERS=4.5", ["NUM_LAYERS", "'4.5'", "no int"]),
+    ("MATRIX_LR=", ["MATRIX_LR", "no float"]),
     ("MATRIX_LR=nan", ["MATRIX_LR", "finite"]),
     ("ITERATIONS=-1", ["ITERATIONS=-1", "0 or more"]),
     ("VOCAB_SIZE=0", ["VOCAB_SIZE=0", "1 or more"]),
@@ -106,10 +110,17 @@ def test_accumulation_and_tokens_per_step_for_every_world_size(world, wanted):
     assert tokens % (4096 * world * accum) == 0
 
 
-def test_accumulation_by_hand_and_small_batches():
+@pytest.mark.parametrize("rows, wanted", [(1, 1), (2, 2), (3, 4), (5, 4), (6, 8), (8, 8), (12, 16), (96, 96)])
+def test_small_batches_are_the_same_on_every_number_of_ranks_that_divides_their_spans(rows, wanted):
+    config = train_gpt.Config(train_batch_tokens=rows * 4096)
+    for world in (1, 2, 4, 8):
+        if world <= rows:
+            accum, tokens = train_gpt.split_batch(config, world)
+            assert tokens == wanted * 4096 and accum * world == min(8, 2 ** (rows.bit_length() - 1))
+
+
+def test_accumulation_by_hand_and_batches_that_are_too_small():
     assert train_gpt.split_batch(train_gpt.Config(grad_accum_steps=3), 1) == (3, 393216)
-    small = train_gpt.Config(train_batch_tokens=3 * 4096, val_batch_size=3 * 4096)
-    assert train_gpt.split_batch(small, 1) == (3, 3 * 4096)
     with pytest.raises(ValueError, match="TRAIN_BATCH_TOKENS=4000 .* 4096 would do"):
         train_gpt.split_batch(train_gpt.Config(train_batch_tokens=4000), 1)
     with pytest.raises(ValueError, match="VAL_BATCH_SIZE=4096 .* 32768 would do"):

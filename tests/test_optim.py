@@ -141,3 +141,17 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     assert total >= 60_000 > total - 1000 * durations[len(factors) - 1] and steps == len(factors)
     assert any(line.startswith(f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200")
                for line in lines)
+
+
+def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
+    """float16: the table's gradient overflows in a step whose norm is logged; the matrices stay finite."""
+    run = make_run(dtype="float16", grad_accum_steps=1)
+    tokens = torch.randint(0, 260, (2, 33))
+    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]))
+    before = run.model.tok_emb.weight.detach().clone()
+    run.model.tok_emb.weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    for clip in (0.0, 1.0):
+        run.config = train_gpt.replace(run.config, grad_clip_norm=clip)
+        _, norm = train_gpt.train_step(run, 0, 1.0, log_norm=True)
+        assert norm.isinf() and torch.equal(run.model.tok_emb.weight, before)
+        assert all(p.isfinite().all() for p in run.model.parameters())

@@ -12,6 +12,12 @@ from conftest import REPOSITORY, run_here, tiny_config
 from test_bytes import write_jsonl
 
 
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """So that a file takes many batches, as large files do."""
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 200)
+
+
 def make(monkeypatch, out, *arguments):
     monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--out", str(out), "--workers", "2"])
     prepare.main()
@@ -119,10 +125,16 @@ def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
 
 def test_other_mistakes_are_explained(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
+    for name in ("bad.model", "bad.json"):
+        (tmp_path / name).write_text('{"chars": ["ab"]}')
     for arguments, wanted in (
         ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl.*neither sotu"),
         ((source, "--tokenizer", "sp9000"), "sp9000 cannot be learnt"),
-        ((source, "--tokenizer", "byte260", "--val-docs", 0), "none of the 4 documents .* val split"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 0), "has to be a validation split"),
+        ((source, "--tokenizer", "byte260", "--val-fraction", 1e-9), "none of the 4 documents .* val split"),
+        ((source, "--tokenizer", tmp_path / "none.model"), "none.model"),
+        ((source, "--tokenizer", tmp_path / "bad.model"), "bad.model' cannot be used"),
+        ((source, "--tokenizer", tmp_path / "bad.json"), "bad.json' cannot be used"),
         ((source, "--tokenizer", "byte260", "--val-docs", 4), "none of the 4 documents .* train split"),
         ((source, "--tokenizer", "byte260", "--val-docs", 2), "1 or more training documents are also"),
         ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "exclude each other"),
@@ -130,16 +142,35 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
     ):
         with pytest.raises(SystemExit, match=wanted):
             make(monkeypatch, tmp_path / "out", *arguments)
-    (tmp_path / "cut.jsonl.xz").write_bytes(lzma.compress(source.read_bytes() * 100)[:-40])
-    with pytest.raises(SystemExit, match="cut.jsonl.xz is damaged"):
-        make(monkeypatch, tmp_path / "out", tmp_path / "cut.jsonl.xz", "--tokenizer", "byte260")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_damaged_archives_are_errors_and_not_the_end_of_the_text(tmp_path, monkeypatch):
+    content = write_jsonl(tmp_path / "a.jsonl", [f"text number {i}" for i in range(500)]).read_bytes()
+    packed, zipped = lzma.compress(content), gzip.compress(content)
+    damaged = zipped[:200] + bytes(50) + zipped[250:]
+    for name, data in (("cut.jsonl.xz", packed[:-40]), ("stream.jsonl.xz", packed + b"X" + packed[1:]),
+                       ("cut.jsonl.gz", zipped[:-40]), ("damaged.jsonl.gz", damaged)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SystemExit, match=f"{name}.*(is damaged|document)"):
+            make(monkeypatch, tmp_path / "out", tmp_path / name, "--tokenizer", "byte260")
+
+
+def test_archives_of_several_streams_are_read_whole(tmp_path, monkeypatch):
+    halves = [write_jsonl(tmp_path / "a.jsonl", [f"{half} {i}" for i in range(300)]).read_bytes() for half in "ab"]
+    (tmp_path / "x.jsonl.xz").write_bytes(bytes(8).join(lzma.compress(half) for half in halves))
+    (tmp_path / "x.jsonl.gz").write_bytes(b"".join(gzip.compress(half) for half in halves))
+    for packing in ("xz", "gz"):
+        manifest = make(monkeypatch, tmp_path / packing, tmp_path / f"x.jsonl.{packing}", "--tokenizer", "byte260",
+                        "--val-docs", 5)
+        assert manifest["splits"]["train"]["documents"] == 595
 
 
 def test_nothing_that_was_there_is_overwritten_unless_it_was_made_here(tmp_path, monkeypatch):
     source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(SystemExit, match="not made by this script"):
+    with pytest.raises(SystemExit, match="this script did not make"):
         make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
     assert (out / "mine.txt").read_text() == "keep"
     (out / "mine.txt").unlink()
@@ -148,6 +179,10 @@ def test_nothing_that_was_there_is_overwritten_unless_it_was_made_here(tmp_path,
                         "--shard-tokens", shard_tokens)
     files = {s["file"] for split in manifest["splits"].values() for s in split["shards"]} | {"manifest.json"}
     assert {p.name for p in out.iterdir()} == files
+    (out / "thesis.txt").write_text("keep")
+    with pytest.raises(SystemExit, match="this script did not make"):
+        make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    assert (out / "thesis.txt").read_text() == "keep"
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path):
@@ -168,3 +203,29 @@ def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
         "TRAIN_SEQ_LEN=16", "TRAIN_BATCH_TOKENS=128", "VAL_BATCH_SIZE=1024", "WARMUP_STEPS=0", "DEVICE=cpu")
     output = capsys.readouterr().out
     assert "tokenizer_kind=sentencepiece" in output and "roundtrip_exact" in output
+
+
+def test_names_with_split_names_in_them(tmp_path, monkeypatch):
+    """A data set called my_val_set has no more validation shards than another one."""
+    source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
+    for name in ("my_val_set", "my_train_set"):
+        make(monkeypatch, tmp_path / name, source, "--tokenizer", "byte260", "--val-docs", 3)
+        assert len(documents(tmp_path / name, "val")) == 3
+
+
+def test_a_link_to_another_disk_is_followed(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    make(monkeypatch, tmp_path / "link", source, "--tokenizer", "byte260", "--val-docs", 3)
+    assert (tmp_path / "elsewhere" / "manifest.json").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_the_sample_is_bounded_and_does_not_depend_on_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "SAMPLE_BYTES", 20_000)
+    samples = []
+    for order in (1, -1):
+        texts = [f"document number {i}" for i in range(1000)][::order] + [""] * 50
+        source = write_jsonl(tmp_path / f"{order}.jsonl", texts)
+        samples.append(prepare.sample_training_text([str(source)], prepare.Split(None, 0.1), tmp_path))
+    assert set(samples[0]) == set(samples[1]) and 50 < len(samples[0]) < 100
