@@ -155,3 +155,14 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
         _, norm = train_gpt.train_step(run, 0, 1.0, log_norm=True)
         assert norm.isinf() and torch.equal(run.model.tok_emb.weight, before)
         assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+def test_a_step_sets_learning_rates_and_momentum():
+    run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10)
+    tokens = torch.randint(0, 260, (2, 33))
+    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]))
+    loss, norm = train_gpt.train_step(run, 5, 0.25, log_norm=False)
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    assert [group["lr"] for group in groups] == [group["base_lr"] * 0.25 for group in groups]
+    assert groups[-1]["momentum"] == train_gpt.muon_momentum(run.config, 5) == pytest.approx(0.955)
+    assert norm is None and abs(loss.item() - 5.56) < 0.1
