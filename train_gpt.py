@@ -52,11 +52,11 @@ class Config:
     seed: int = var(1337, "", "seed of the initial weights")
     out_dir: str = var(".", "folder", "receives final_model.pt and final_model.int8.ptz")
     init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
-    data_path: str = var("./data/datasets/fineweb10B_sp1024", "folder", "of the token shards")
-    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "file", "or a name")
+    data_path: str = var("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
+    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "", "file, byte260 or gpt2")
     # Device
     device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
-    dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 if native or float32")
+    dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
     matmul_precision: str = var("high", "highest|high", "of float32 products; high: TF32 on CUDA")
     compile: str = var("auto", "auto|0|1", "use torch.compile; auto: on CUDA only")
     attn: str = var("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
@@ -99,7 +99,7 @@ class Config:
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
-    int8_keep_float_fp32_name_patterns: str = var(CONTROL, "names", "stay float32; or as the above")
+    int8_keep_float_fp32_name_patterns: str = var(CONTROL, "names", "stay float32; unset: as above")
     int8_keep_float_max_numel: int = var(65536, "elements", "tensors up to this size stay floats")
 
     def __post_init__(self):
@@ -267,7 +267,7 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, KiB here
 
-def log_step(run: "Run", step: int, time_ms: float, since: tuple[int, float], loss: float, norm):
+def log_step(run: "Run", step: int, time_ms: float, eta: float, since: tuple, loss: float, norm):
     """Logs a training step; its speed is that since the step and the time of the line before."""
     config, device, lr = run.config, run.ranks.device, run.optimizers[-1].param_groups[0]["lr"]
     rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
@@ -275,9 +275,7 @@ def log_step(run: "Run", step: int, time_ms: float, since: tuple[int, float], lo
     peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
     mfu = None if peak is None or config.dtype == "float32" else (
         rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
-    eta, memory = (config.iterations - step) * time_ms / step / 1000, peak_memory_mib(device)[0]
-    if config.max_wallclock_seconds > 0:
-        eta = min(eta, max(0.0, config.max_wallclock_seconds - time_ms / 1000))
+    memory = peak_memory_mib(device)[0]
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
                   step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
                   mem_mib=memory, eta_s=eta)
@@ -719,8 +717,7 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     at = INT8_PERCENTILE * (rows.size(1) - 1)  # interpolated linearly, found by a partial sort
     top = rows.abs().topk(rows.size(1) - int(at)).values
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], at - int(at))
-    scale = clip / 127
-    scale = scale.clamp_min(1 / 127) if tensor.ndim == 2 else scale.where(scale > 0, 1)
+    scale = clip.clamp_min(1) / 127 if tensor.ndim == 2 else (clip / 127).where(clip > 0, 1)
     quantized = (rows.clamp(-clip, clip) / scale).round().clamp(-127, 127).to(torch.int8)
     scale = scale[:, 0].half() if tensor.ndim == 2 else scale.squeeze()
     return quantized.view(tensor.shape), scale
@@ -886,17 +883,20 @@ def train(run: Run) -> int:
         log_this = step < 10 or (every > 0 and (step + 1) % every == 0)
         loss, norm = train_step(run, step, factor, log_this)
         step += 1
-        if log_this or config.max_wallclock_seconds > 0:
-            time_ms = ranks.now_ms() - origin
+        exact = log_this or config.max_wallclock_seconds > 0
+        time_ms = (ranks.now_ms() if exact else 1000 * time.perf_counter()) - origin
+        eta = (config.iterations - step) * time_ms / step / 1000
         if config.max_wallclock_seconds > 0:  # one clock sets stop and schedule of all ranks
             clock = torch.tensor(time_ms, device=ranks.device)
             time_ms = ranks.reduce(clock, dist.ReduceOp.MAX).item()
             stopped = time_ms >= config.max_wallclock_seconds * 1000
+            eta = min(eta, max(0.0, config.max_wallclock_seconds - time_ms / 1000))
         if log_this or stopped:
             mean_loss = ranks.reduce(loss).item() / ranks.world_size
-            log_step(run, step, time_ms, since, mean_loss, None if norm is None else norm.item())
+            norm = None if norm is None else norm.item()
+            log_step(run, step, time_ms, eta, since, mean_loss, norm)
             since = (step, time_ms)
-        log.progress(f"step {step} after {time_ms / 60000:.1f} minutes, loss {mean_loss:.4f}")
+        log.progress(f"step {step}/{config.iterations} loss {mean_loss:.4f} eta {eta / 60:.1f}m")
     if step < config.iterations:
         text = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
@@ -919,8 +919,8 @@ def resolve(config: Config, ranks: Ranks) -> tuple[Config, bool]:
     native, on_cuda = bfloat16_is_native(ranks.device), ranks.device.type == "cuda"
     auto = {"dtype": "bfloat16" if native else "float32", "compile": str(int(on_cuda))}
     auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
-    run_id = config.run_id or new_run_id()
-    config = replace(config, device=ranks.device.type, run_id=run_id, **auto)
+    auto |= {"device": ranks.device.type, "run_id": config.run_id or new_run_id()}
+    config = replace(config, **auto)
     attn, repeat_kv = choose_attention(config, ranks.device)
     accum, tokens = split_batch(config, ranks.world_size)
     return replace(config, attn=attn, grad_accum_steps=accum, train_batch_tokens=tokens), repeat_kv
@@ -980,8 +980,8 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         for f in fields(Config):
-            default = int(f.default) if f.type is bool else f.default
-            print(f"{f.name.upper()}={default}\n    {f.metadata['help']} [{f.metadata['unit']}]")
+            default, unit = int(f.default) if f.type is bool else f.default, f.metadata["unit"]
+            print(f"{f.name.upper()}={default}\n    {f.metadata['help']}", f"[{unit}]" * bool(unit))
         return
     source = Path(__file__).read_text(encoding="utf-8")
     try:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -170,3 +171,15 @@ def test_untied_clipped_and_accumulated_by_hand(finished, tmp_path, monkeypatch,
     assert "world_size:1 grad_accum_steps:2" in output and "embed_lr:0.6 head_lr:0.008" in output
     losses = [e["val_loss"] for e in events(tmp_path, "run") if e["event"] == "val"]
     assert losses[-1] < losses[0] and len(losses) == 3
+
+
+def test_a_terminal_shows_progress_in_place(finished, tmp_path, monkeypatch, capsys):
+    _, data, _ = finished
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", TRAIN_LOG_EVERY=0, ITERATIONS=12))
+    output = capsys.readouterr().out
+    clear = re.escape("\r\x1b[2K")
+    assert re.search(rf"{clear}step 11/12 loss \d\.\d{{4}} eta 0\.0m{clear}step 12/12 loss \S+ eta 0\.0m{clear}step:12/12 val",
+                     output)
+    logged = (tmp_path / "logs" / "run.txt").read_text()
+    assert "\x1b" not in logged.split("=" * 100)[-1] and "step 11/12" not in logged
