@@ -53,7 +53,7 @@ class Config:
     out_dir: str = var(".", "folder", "receives final_model.pt and final_model.int8.ptz")
     init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
     data_path: str = var("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
-    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "", "file, byte260 or gpt2")
+    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "", "file, byte260, gpt2")
     # Device
     device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
