@@ -321,8 +321,8 @@ class TokenLoader:
         self.config, self.ranks, self.position = config, ranks, 0
         self.files, self.shards = find_shards(config, "train"), {}  # ids are checked on first use
         self.ends = np.cumsum([len(open_shard(path)) for path in self.files])
-        micro_steps = ranks.world_size * config.grad_accum_steps
-        self.span = config.train_batch_tokens // micro_steps + 1
+        self.span = config.train_batch_tokens // (ranks.world_size * config.grad_accum_steps) + 1
+        self.read(0, 1)  # so that shards of another vocabulary are found before training
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (int64) from position `start` of the endless sequence."""

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import train_gpt
-from conftest import events, make_shards, run_here, run_trainer, tiny_arguments
+from conftest import events, make_shards, run_here, run_trainer, tiny_arguments, write_shard
 
 NUMBER = r"-?\d+(\.\d+)?"
 PATTERNS = [
@@ -140,6 +140,14 @@ def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, cha
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, **changes))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_shards_of_another_vocabulary_are_found_before_training(tmp_path, monkeypatch):
+    data = make_shards(tmp_path)
+    write_shard(data / "tiny_train_000000.bin", [1, 300] * 5000)
+    with pytest.raises(SystemExit, match="tiny_train_000000.bin holds token 300.*VOCAB_SIZE=260"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data))
     assert not (tmp_path / "logs").exists()
 
 
