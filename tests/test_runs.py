@@ -26,9 +26,10 @@ PATTERNS = [
     r"warmup_step:1/1",
     rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} train_time:\d+ms step_avg:{NUMBER}ms",
     *[rf"step:{n}/4 train_loss:\d\.\d{{4}} train_time:\d+ms step_avg:\d+\.\d\dms lr:\S+ grad_norm:{NUMBER} "
-      r"tok_per_sec:\d+ mfu:n/a mem:\d+MiB eta:\d+\.\dm" for n in (1, 2)],
+      r"tok_per_sec:\d+ mfu:n/a mem:\d+MiB eta:\d+\.\dm epoch:0\.\d{3}" for n in (1, 2)],
     r"step:2/4 val_loss:.*",
     r"step:3/4 train_loss:.*", r"step:4/4 train_loss:.*", r"step:4/4 val_loss:.*",
+    r"train_loader:epochs:0\.295 unique_tokens:4128 of 14000",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB",
     r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
     r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ payload_ratio:\d\.\d\dx\)",
@@ -74,6 +75,18 @@ def test_events_are_unrounded_and_complete(finished):
     assert [f"{final[key]:.8f}" for key in ("val_loss", "val_bpb")] == list(exact.groups())
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
+    assert seen[6]["epoch"] == pytest.approx(4128 / 14000) and seen[6]["unique_tokens"] == 4128
+
+
+@pytest.mark.parametrize("loader, wraps", [("sequential", [2, 4]), ("shuffled", [2, 4])])
+def test_each_wrap_around_is_one_line(tmp_path, monkeypatch, capsys, loader, wraps):
+    """The warm-up's steps are not counted; 14,000 tokens are 1.7 steps."""
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        make_shards(tmp_path), LOADER=loader, TRAIN_BATCH_TOKENS=8192, WARMUP_STEPS=3, RUN_ID="run"))
+    out = capsys.readouterr().out
+    found = [int(n) for n in re.findall(r"^train_loader:wrap_around step:(\d)/4 epoch:\d\.\d{3} of 14000", out, re.M)]
+    assert found == wraps and re.search(r"^train_loader:epochs:2\.3.. unique_tokens:14000 of 14000$", out, re.M)
+    assert f"train_shards:2 tokens:14000 loader:{loader} align_bos:False" in out
 
 
 def test_the_artifact_can_be_scored_alone(finished, tmp_path, monkeypatch):
