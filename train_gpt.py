@@ -480,7 +480,8 @@ def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | No
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
     charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-    raw = check_manifest(config, len(tokens), int(charged.sum(dtype=np.int64)))
+    whole = int(charged.sum(dtype=np.int64)) + int(table[tokens[0], 1])  # the first is no target
+    raw = check_manifest(config, len(tokens), whole)
     counts = [None if x is None else int(x[:cut].sum(dtype=np.int64)) for x in (charged, raw)]
     return kind, bos, tokens[:cut + 1], *counts
 

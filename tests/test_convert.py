@@ -1,0 +1,190 @@
+"""Token files of other projects: each kind becomes shards that the trainer reads and whose bytes it can prove."""
+
+import base64
+import json
+import pickle
+
+import convert
+import numpy as np
+import prepare
+import pytest
+import train_gpt
+from conftest import run_here, tiny_arguments, tiny_config
+
+TEXTS = ["the quick brown fox", "", " jumps over ", "the lazy dög\n" * 9, "a"]
+WORDS = sorted({char.encode() for text in TEXTS for char in text} | {b"the ", b"qu", b"own", b"\xc3", b"\xb6"})
+
+
+def write_bin(path, tokens, magic=20240520, version=1, dtype="<u2", count=None):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+    return path
+
+
+def convert_to(monkeypatch, out, *arguments):
+    monkeypatch.setattr("sys.argv", ["convert.py", *map(str, arguments), "--out", str(out)])
+    convert.main()
+
+
+def load(out):
+    """The manifest, and what the trainer makes of the validation split."""
+    manifest = json.loads((out / "manifest.json").read_text())
+    name, vocab_size = manifest["tokenizer"]["name"], manifest["tokenizer"]["vocab_size"]
+    path = str(out / name) if (out / name).exists() else name
+    config = tiny_config(data_path=str(out), tokenizer_path=path, vocab_size=vocab_size, train_seq_len=1)
+    return manifest, config, train_gpt.load_validation(config)
+
+
+def shard_tokens(config, split):
+    return np.concatenate([train_gpt.open_shard(path) for path in train_gpt.find_shards(config, split)])
+
+
+def byte_stream(texts, repeat=1):
+    return [token for text in texts * repeat for token in (1, *(4 + byte for byte in text.encode()))]
+
+
+@pytest.mark.parametrize("kind", ["llm.c", "npy", "npy of int64", "headerless", "in two files"])
+def test_documents_that_start_with_bos_are_kept_as_they_are(tmp_path, monkeypatch, kind):
+    source, out = tmp_path / "source", tmp_path / "set"
+    source.mkdir()
+    for split, texts in (("train", TEXTS * 30), ("val", TEXTS)):
+        tokens = np.array(byte_stream(texts))
+        if kind == "llm.c":
+            write_bin(source / f"x_{split}_000000.bin", tokens)
+        elif kind == "in two files":
+            write_bin(source / f"x_{split}_000000.bin", tokens[:33])
+            write_bin(source / f"x_{split}_000001.bin", tokens[33:])
+        elif kind == "headerless":
+            (source / f"{split}.bin").write_bytes(tokens.astype("<u2").tobytes())
+        else:
+            np.save(source / f"edu_{split}_000000.npy", tokens.astype(np.int64 if "int64" in kind else np.uint16))
+    convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000",
+               *["--headerless"] * (kind == "headerless"))
+    manifest, config, (_, bos, tokens, charged, raw) = load(out)
+    assert tokens.tolist() == byte_stream(TEXTS) and bos == 1 and raw is None
+    assert shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 30)
+    assert charged == manifest["splits"]["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert manifest["splits"]["train"]["bytes"] == 30 * charged and manifest["made_by"] == "data/convert.py"
+    assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [150, 5]
+    assert len(manifest["splits"]["train"]["shards"]) == -(-len(byte_stream(TEXTS * 30)) // 1000)
+
+
+def test_a_token_at_the_end_of_documents_moves_to_their_start(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "set"
+    source.mkdir()
+    for split, texts in (("train", TEXTS * 9), ("val", TEXTS)):
+        (source / f"{split}.bin").write_bytes(np.array([*byte_stream(texts)[1:], 1], dtype="<u2").tobytes())
+    convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
+    _, config, (_, _, tokens, _, _) = load(out)
+    assert tokens.tolist() == byte_stream(TEXTS) and shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 9)
+
+
+def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
+    chars = sorted(set("".join(TEXTS)))
+    with (tmp_path / "meta.pkl").open("wb") as file:
+        pickle.dump({"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {}}, file)
+    for split, text in (("train", "".join(TEXTS) * 200), ("val", "".join(TEXTS))):
+        (tmp_path / f"{split}.bin").write_bytes(np.array([chars.index(c) for c in text], dtype="<u2").tobytes())
+    out = tmp_path / "set"
+    convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl",
+               "--headerless")
+    manifest, _, (kind, bos, tokens, _, _) = load(out)
+    assert (kind, bos, manifest["tokenizer"]["vocab_size"]) == ("table", -1, len(chars))
+    assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
+    assert prepare.Tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(  # and the trainer takes it
+        out, TOKENIZER_PATH=out / "tokenizer.json", VOCAB_SIZE=len(chars), TRAIN_SEQ_LEN=16, ITERATIONS=1))
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    class Bomb:
+        def __reduce__(self):
+            return (pytest.fail, ("the pickle ran code",))
+
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Bomb()}))
+    (tmp_path / "val.bin").write_bytes(bytes(100))
+    with pytest.raises(SystemExit, match="meta.pkl' is no meta.pkl.*it asks for .*Fail"):
+        convert_to(monkeypatch, tmp_path / "set", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl", "--headerless")
+
+
+@pytest.mark.parametrize("extra, renumbered", [(0, False), (70_000, True)])
+def test_llama_tokens_are_numbered_anew_where_they_do_not_fit(tmp_path, monkeypatch, extra, renumbered):
+    """uint32 tokens, a file of ranks, and a token that starts documents and has no rank."""
+    unused = [b"unused %d" % i for i in range(extra)]
+    ranks = [*unused, *WORDS]
+    (tmp_path / "tokenizer.model").write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks)))
+    bos = len(ranks) + 3
+    encode = {token: rank for rank, token in enumerate(ranks)}
+
+    def ids(text):
+        rest, found = text.encode(), []
+        while rest:
+            token = max((token for token in WORDS if rest.startswith(token)), key=len)
+            found.append(encode[token])
+            rest = rest[len(token):]
+        return found
+
+    streams = {split: [i for text in TEXTS * repeat for i in (bos, *ids(text))]
+               for split, repeat in (("train", 40), ("val", 1))}
+    for split, stream in streams.items():
+        write_bin(tmp_path / f"s_{split}.bin", stream, 20240801, 7, "<u4")
+    out = tmp_path / "set"
+    convert_to(monkeypatch, out, tmp_path / "s_train.bin", tmp_path / "s_val.bin", "--tokenizer", tmp_path / "tokenizer.model")
+    manifest, config, (kind, new_bos, tokens, charged, _) = load(out)
+    used = sorted(set(streams["train"] + streams["val"]))
+    assert manifest["tokenizer"]["vocab_size"] == (len(used) if renumbered else bos + 1)
+    assert new_bos == (used.index(bos) if renumbered else bos)
+    tokenizer = prepare.Tokenizer(str(out / "tokenizer.json"))
+    assert charged == manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
+    assert tokenizer.decode(tokens).decode() == "".join(TEXTS) and (tokens == new_bos).sum() == len(TEXTS)
+    assert [used[i] if renumbered else i for i in shard_tokens(config, "train")] == streams["train"]
+
+
+def test_gpt2_tokens(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:
+        pytest.skip(f"tiktoken has no gpt2 files here and cannot download them: {error!r:.80}")
+    for split in ("train", "val"):
+        np.save(tmp_path / f"edu_{split}_000000.npy", np.array(
+            [i for text in TEXTS for i in (encoding.eot_token, *encoding.encode_ordinary(text))], dtype=np.uint16))
+    convert_to(monkeypatch, tmp_path / "set", tmp_path, "--tokenizer", "gpt2")
+    manifest, _, (kind, bos, _, charged, _) = load(tmp_path / "set")
+    assert (kind, bos, charged) == ("tiktoken", 50256, len("".join(TEXTS).encode()))
+    assert manifest["splits"]["val"]["documents"] == len(TEXTS)
+
+
+def test_mistakes_are_explained(tmp_path, monkeypatch):
+    good = write_bin(tmp_path / "val.bin", byte_stream(TEXTS))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "val_text.bin").write_bytes(b"text that is no tokens" * 100)
+    (tmp_path / "val_odd.bin").write_bytes(b"odd")
+    (tmp_path / "val_none.bin").write_bytes(b"")
+    (tmp_path / "val.npy").write_bytes(b"\x93NUMPY but no array")
+    np.save(tmp_path / "val_float.npy", np.zeros(9))
+    np.save(tmp_path / "val_object.npy", np.array([{}]), allow_pickle=True)
+    np.save(tmp_path / "val_negative.npy", np.array([1, -2, 3]))
+    write_bin(tmp_path / "val_short.bin", [1, 2, 3], count=4)
+    write_bin(tmp_path / "val_large.bin", [1, 260])
+    for arguments, wanted in (
+        ((good, "--tokenizer", "gpt9"), "--tokenizer 'gpt9' cannot be used"),
+        ((good, "--tokenizer", tmp_path / "no.model"), "no.model' cannot be used"),
+        ((tmp_path / "none.bin", "--tokenizer", "byte260"), "none.bin' is neither"),
+        ((tmp_path / "empty", "--tokenizer", "byte260"), "empty' is neither"),
+        ((tmp_path / "val_text.bin", "--tokenizer", "byte260"), "no header that is known.*--headerless"),
+        ((tmp_path / "val_odd.bin", "--tokenizer", "byte260", "--headerless"), "val_odd.bin has 3 bytes"),
+        ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin holds no tokens"),
+        ((tmp_path / "val.npy", "--tokenizer", "byte260"), "val.npy is no .npy file"),
+        ((tmp_path / "val_float.npy", "--tokenizer", "byte260"), "float64 in 1 dimensions"),
+        ((tmp_path / "val_object.npy", "--tokenizer", "byte260"), "val_object.npy is no .npy file"),
+        ((tmp_path / "val_negative.npy", "--tokenizer", "byte260"), "holds token -2"),
+        ((tmp_path / "val_short.bin", "--tokenizer", "byte260"), "val_short.bin is damaged: .* promises 4 tokens"),
+        ((tmp_path / "val_large.bin", "--tokenizer", "byte260"), "holds token 260, but .* has 260"),
+        ((write_bin(tmp_path / "train.bin", [1, 5]), "--tokenizer", "byte260"), "none of train.bin has val"),
+    ):
+        with pytest.raises(SystemExit, match=wanted):
+            convert_to(monkeypatch, tmp_path / "set", *arguments)
+        assert not (tmp_path / "set").exists()
