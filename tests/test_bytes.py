@@ -14,7 +14,9 @@ TRAPS = [
     "👩‍👩‍👧‍👦 🏳️‍🌈 joined", "e\u0301 a\u0308 combining", "nul\x00inside", "", " ", "   ", "\n", "½ ﬁ ① Ａ ™ full width",
     "<s> </s> <unk> <pad> <0x41> <|endoftext|>", "\u00a0no-break\u2009thin\u3000wide spaces\u200bzero",
     "日本語 中文 한국어 русский العربية עברית हिन्दी ไทย ελληνικά ქართული", "x" * 300, "1234567890 3.14 -1e9",
+    "བོད་ཡིག ትግርኛ தமிழ் 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𓀀𓂀", "the last document\n\n ",
 ]
+MARKED = "a literal \u2581 and \u2581\u2581two"  # which SentencePiece takes for spaces
 WORDS = "it was the best of times, it was the worst of times; we had nothing before us 1789 \n".split(" ")
 
 
@@ -25,7 +27,7 @@ def write_jsonl(path, texts):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Training text, validation text full of traps, and SentencePiece models of three designs."""
+    """Training text, validation text full of traps, and SentencePiece models of several designs."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -33,17 +35,21 @@ def corpus(tmp_path_factory):
     texts = [" ".join(random.choice(WORDS, 60)) for _ in range(300)]
     write_jsonl(folder / "train.jsonl", texts)
     write_jsonl(folder / "val.jsonl", TRAPS)
+    write_jsonl(folder / "marked.jsonl", [*TRAPS, MARKED])
     for name, more in {
         "normalising": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=False),
         "dummy_prefix": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=True),
         "no_fallback": dict(normalization_rule_name="identity", add_dummy_prefix=False, byte_fallback=False,
                             remove_extra_whitespaces=False, vocab_size=80),
         "defaults": dict(byte_fallback=False, vocab_size=80, unk_id=0, bos_id=1, eos_id=2, pad_id=-1),
+        "kept": dict(normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False),
+        "crossing": dict(add_dummy_prefix=False, split_by_whitespace=False, vocab_size=400),
+        "unigram": dict(add_dummy_prefix=False, model_type="unigram", vocab_size=300),
     }.items():
         settings = dict(vocab_size=320, byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3)
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_prefix=str(folder / name), model_type="bpe", minloglevel=2,
-            **{**settings, **more})
+            sentence_iterator=iter(texts), model_prefix=str(folder / name), minloglevel=2,
+            **{"model_type": "bpe", **settings, **more})
     return folder
 
 
@@ -71,15 +77,15 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
             tiktoken.get_encoding("gpt2")
         except Exception as error:
             pytest.skip(f"tiktoken has no gpt2 files here and cannot download them: {error!r:.80}")
-    out = tmp_path / "set"
-    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", tokenizer,
-                "--out", out)
-    manifest, _, (_, _, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
+    out, val = tmp_path / "set", TRAPS if tokenizer == "sp320" else [*TRAPS, MARKED]
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / ("val.jsonl" if val is TRAPS else "marked.jsonl"),
+                "--tokenizer", tokenizer, "--out", out)
+    manifest, _, (_, bos, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
     split = manifest["splits"]["val"]
-    assert charged == split["bytes"] == split["decoded_bytes"] == TRAPS_BYTES
+    assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
     assert raw is None and not manifest["tokenizer"]["changes_text"] and not list(out.glob("*bytes*"))
-    assert split["documents"] == len(TRAPS) and split["tokens"] == len(tokens)
-    assert (tokens == prepare.Tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(TRAPS)
+    assert split["documents"] == len(val) and split["tokens"] == len(tokens)
+    assert bos == prepare.Tokenizer(str(out / file) if file else tokenizer).bos and (tokens == bos).sum() == len(val)
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
@@ -121,6 +127,22 @@ def test_the_sidecar_gives_each_token_its_own_bytes(corpus, tmp_path, monkeypatc
     assert model.decode(tokens[second + 1:extra[0]].tolist()).strip() == "it was"
 
 
+@pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults", "kept", "crossing", "unigram"])
+def test_words_that_are_encoded_once_become_what_sentencepiece_makes_of_them(corpus, model, monkeypatch):
+    """Traps, and random documents whose words come again and again, with a cache that overflows at times."""
+    monkeypatch.setattr(prepare, "KNOWN_WORDS", 60)
+    tokenizer, random = prepare.Tokenizer(str(corpus / f"{model}.model")), np.random.default_rng(3)
+    parts = [*WORDS, *"aeiouxyz.,;!?09", "\u2581", "  ", "\n", "½", "ö", "o\u0308", "日本", "\ufffd", "👩‍👩‍👧", "\u00a0", "a\u0300\u0323"]
+    documents = [*TRAPS, *("".join(random.choice(parts, 30)) for _ in range(300)),
+                 *(" ".join(random.choice(parts[:20], 30)) for _ in range(300))]
+    learnt = 0
+    for text in documents + documents:
+        known = len(tokenizer.words.ids)
+        assert tokenizer.encode(text).tolist() == tokenizer.model.encode(text), text
+        learnt += len(tokenizer.words.ids) > known
+    assert (learnt > 20) == (model in ("normalising", "no_fallback", "kept"))
+
+
 def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
     """Else a space of the validation text would be three bytes of a sign that is not there."""
     random = np.random.default_rng(2)
@@ -133,10 +155,12 @@ def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
 
 def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
     """SentencePiece cannot tell U+2581 from a space: three bytes of text, one after decoding."""
-    val, out = write_jsonl(tmp_path / "val.jsonl", ["a\u2581b", "c"]), tmp_path / "set"
-    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", "sp320", "--out", out)
+    out = tmp_path / "set"
+    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "marked.jsonl", "--tokenizer", "sp320",
+                "--out", out)
     manifest, _, (_, _, _, charged, raw) = load(out, str(out / "tokenizer.model"))
-    assert (charged, raw, manifest["splits"]["val"]["changed_documents"]) == (4, 6, 1)
+    assert raw == manifest["splits"]["val"]["bytes"] == TRAPS_BYTES + len(MARKED.encode())
+    assert charged == raw - 2 * MARKED.count("\u2581") and manifest["splits"]["val"]["changed_documents"] == 1
 
 
 def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):

@@ -229,3 +229,39 @@ def test_the_sample_is_bounded_and_does_not_depend_on_order(tmp_path, monkeypatc
         source = write_jsonl(tmp_path / f"{order}.jsonl", texts)
         samples.append(prepare.sample_training_text([str(source)], prepare.Split(None, 0.1), tmp_path))
     assert set(samples[0]) == set(samples[1]) and 50 < len(samples[0]) < 100
+
+
+def publish(tmp_path, texts, **changes):
+    """Documents with the sidecar that the challenge's have."""
+    source = write_jsonl(tmp_path / "docs_selected.jsonl", texts)
+    sidecar = {"num_docs": len(texts), "docs_val": 3, "docs_sha256": hashlib.sha256(source.read_bytes()).hexdigest()}
+    (tmp_path / "docs_selected.source_manifest.json").write_text(json.dumps({**sidecar, **changes}))
+    return source
+
+
+def test_published_documents_bring_their_split_and_their_hash(tmp_path, monkeypatch, capsys):
+    texts, out = [f"text {i}" for i in range(40)], tmp_path / "out"
+    source = publish(tmp_path, texts)
+    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260")
+    assert documents(out, "val") == texts[:3] and documents(out, "train") == texts[3:]
+    assert manifest["split"] == {"val_docs": 3} and "note:" not in capsys.readouterr().out
+    make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    assert documents(out, "val") == texts[:2] and "not the published split" in capsys.readouterr().out
+    source.write_bytes(source.read_bytes().replace(b"text 30", b"text 31"))
+    with pytest.raises(SystemExit, match="docs_selected.jsonl has sha256 .* but .*source_manifest.json says"):
+        make(monkeypatch, out, source, "--tokenizer", "byte260")
+    (tmp_path / "docs_selected.source_manifest.json").write_text("{}")
+    with pytest.raises(SystemExit, match="source_manifest.json is no sidecar"):
+        make(monkeypatch, out, source, "--tokenizer", "byte260")
+
+
+def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
+    texts, out = ["a", "b", "long text " * 9, "c", "a", "d", "b", "e"], tmp_path / "out"
+    source = publish(tmp_path, texts)
+    with pytest.raises(SystemExit, match="training documents are also validation documents.*--drop-shared"):
+        make(monkeypatch, out, source, "--tokenizer", "byte260")
+    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared")
+    assert documents(out, "val") == texts[:3] and documents(out, "train") == ["c", "d", "e"]
+    train = manifest["splits"]["train"]
+    assert (train["documents"], train["bytes"], train["dropped_documents"]) == (3, 3, 2)
+    assert "2 training documents were left out" in capsys.readouterr().out
