@@ -21,7 +21,6 @@ import time
 import uuid
 import warnings
 import zlib
-from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
@@ -282,7 +281,7 @@ def log_step(run: "Run", step: int, time_ms: float, eta: float, since: tuple, lo
     mfu = None if peak is None or config.dtype == "float32" else (
         rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
     memory = peak_memory_mib(device)[0]
-    epoch, unique_tokens = run.loader.epoch(), run.loader.unique_tokens()
+    epoch, unique_tokens = run.loader.progress()
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
                   step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
                   mem_mib=memory, eta_s=eta, epoch=epoch, unique_tokens=unique_tokens)
@@ -299,7 +298,8 @@ def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order; ValueError if there are none, or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by: "
-            f"python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
+            f"python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024; the "
+            f"challenge's is fetched by: python data/download.py --variant sp1024")
     sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
     require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
     return files
@@ -329,13 +329,15 @@ def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
     row starts with a document; a longer document goes on in the next row, and one that a row's end
     cuts starts the next row anew, so that all tokens after the first `bos` are read."""
     offsets = np.cumsum([0] + [len(shard) for shard in shards])
-    parts = [np.flatnonzero(shard == bos) + offset for shard, offset in zip(shards, offsets)]
-    documents, starts = np.concatenate(parts).tolist(), []
-    at = documents[0] if documents else offsets[-1]
-    while at + length < offsets[-1]:
+    found = [np.flatnonzero(shard == bos) + offset for shard, offset in zip(shards, offsets)]
+    total, i, starts = int(offsets[-1]), 0, []
+    documents = [*np.concatenate(found).tolist(), total + length]  # the last one ends all searches
+    at = documents[0]
+    while at + length < total:
         starts.append(at)
-        cut = documents[bisect_right(documents, at + length) - 1]
-        at = cut if cut > at else at + length
+        while documents[i + 1] <= at + length:
+            i += 1
+        at = documents[i] if documents[i] > at else at + length
     return np.array(starts, dtype=np.int64)
 
 class TokenLoader:
@@ -361,7 +363,7 @@ class TokenLoader:
             self.span, self.epoch_size = self.span // length, len(self.starts)
         else:
             self.span, self.epoch_size = self.span + 1, self.tokens
-        self.thread, self.ahead = ThreadPoolExecutor(1), (-1, None)
+        self.thread, self.ahead = ThreadPoolExecutor(1), {}
         if ranks.device.type == "cuda":  # a thread begins on the first device
             self.thread.submit(torch.cuda.set_device, ranks.device)
         self.next_batch()  # so that shards of another vocabulary are found before training
@@ -379,42 +381,34 @@ class TokenLoader:
             filled += len(part)
         return tokens
 
-    def row_start(self, row: int) -> int:
-        """The place in the sequence at which the row of this number starts."""
-        epoch, row = divmod(row, self.epoch_size)
-        if self.order[0] != epoch:
-            random = np.random.default_rng([self.config.seed, epoch])
-            self.order = (epoch, random.permutation(self.epoch_size))
-        return int(self.starts[self.order[1][row]])
-
     def read_batch(self, position: int) -> Tensor:
         """This rank's inputs and targets from `position` on, (2, B, T) as to_ids takes them."""
-        first, length = position + self.ranks.rank * self.span, self.config.train_seq_len
-        if self.config.loader == "shuffled":
-            rows = [self.read(self.row_start(first + i), length + 1) for i in range(self.span)]
-        else:
-            rows = [self.read(first, self.span)]
+        first, length, rows = position + self.ranks.rank * self.span, self.config.train_seq_len, []
+        if self.config.loader == "sequential":
+            rows.append(self.read(first, self.span))
+        for row in range(first, first + self.span) if self.config.loader == "shuffled" else ():
+            epoch, place = divmod(row, self.epoch_size)
+            if self.order[0] != epoch:
+                random = np.random.default_rng([self.config.seed, epoch])
+                self.order = (epoch, random.permutation(self.epoch_size))
+            rows.append(self.read(int(self.starts[self.order[1][place]]), length + 1))
         batch = np.stack(([row[:-1] for row in rows], [row[1:] for row in rows]))
         batch = torch.from_numpy(batch.reshape(2, -1, length).view(np.int16))
         return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-step, both (B, T) int64 on the device."""
-        if self.ahead[0] != self.position:  # at the start, and when the position was set
-            self.ahead = (self.position, self.thread.submit(self.read_batch, self.position))
-        batch = self.ahead[1].result()
-        self.position += self.ranks.world_size * self.span
-        self.ahead = (self.position, self.thread.submit(self.read_batch, self.position))
+        following = self.position + self.ranks.world_size * self.span
+        for position in {self.position, following} - self.ahead.keys():
+            self.ahead[position] = self.thread.submit(self.read_batch, position)
+        batch, self.position = self.ahead.pop(self.position).result(), following
         inputs, targets = to_ids(batch, self.ranks.device)
         return inputs, targets
 
-    def epoch(self) -> float:
-        """How often the training data have been read."""
-        return self.position / self.epoch_size
-
-    def unique_tokens(self) -> int:
-        """How many different tokens have been read, to within a row."""
-        return round(min(1.0, self.epoch()) * self.tokens)
+    def progress(self) -> tuple[float, int]:
+        """How often the training data were read, and how many different tokens, to within a row."""
+        epochs = self.position / self.epoch_size
+        return epochs, round(min(1.0, epochs) * self.tokens)
 
 def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
     """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
@@ -961,12 +955,12 @@ def train(run: Run) -> int:
             break
         factor, every = lr_factor(config, step, time_ms), config.train_log_every
         log_this = step < 10 or (every > 0 and (step + 1) % every == 0)
-        epoch = int(run.loader.epoch())
+        before = int(run.loader.progress()[0])
         loss, norm = train_step(run, step, factor, log_this)
         step += 1
-        if run.loader.epoch() >= epoch + 1:
-            log.line(f"train_loader:wrap_around step:{step}/{config.iterations} epoch:"
-                     f"{run.loader.epoch():.3f} of {run.loader.tokens} tokens")
+        if (epochs := run.loader.progress()[0]) >= before + 1:
+            log.line(f"train_loader:wrap_around step:{step}/{config.iterations} epoch:{epochs:.3f} "
+                     f"of {run.loader.tokens} tokens")
         exact = log_this or config.max_wallclock_seconds > 0
         time_ms = (ranks.now_ms() if exact else 1000 * time.perf_counter()) - origin
         eta = (config.iterations - step) * time_ms / step / 1000
@@ -985,8 +979,8 @@ def train(run: Run) -> int:
         text = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
     if run.loader:
-        log.line(f"train_loader:epochs:{run.loader.epoch():.3f} unique_tokens:"
-                 f"{run.loader.unique_tokens()} of {run.loader.tokens}")
+        log.line("train_loader:epochs:%.3f unique_tokens:%d" % run.loader.progress()
+                 + f" of {run.loader.tokens}")
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
     return step
 

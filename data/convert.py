@@ -14,6 +14,7 @@ room in the shards: its tokens are numbered anew, in their order, and the ones t
 import argparse
 import base64
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from prepare import Progress, ShardWriter, Tokenizer, finish, write_dataset, wri
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # of llm.c: magic number and version, type of a token
 HEADER_BYTES = 1024
 BLOCK_TOKENS = 1 << 22
+VALIDATION = re.compile(r"(^|[_.-])(val|valid|validation|test)[_.-]")
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -51,8 +53,8 @@ def open_tokens(path: Path, headerless: bool) -> np.ndarray:
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
         dtype = HEADERS.get(tuple(header[:2].tolist()))
         if dtype is None:
-            raise ValueError(f"{path} starts with the integers {header[:2].tolist()}, which is no header that is known; "
-                             f"nanoGPT's files have none: --headerless")
+            raise ValueError(f"{path} starts with the integers {header[:2].tolist()}, which is no header that is "
+                             f"known; nanoGPT's files have none: --headerless")
         count, size = int(header[2]) if len(header) * 4 == HEADER_BYTES else -1, path.stat().st_size
         if count < 0 or size != HEADER_BYTES + count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} is damaged: it has {size} bytes and a header that promises {count} tokens")
@@ -70,7 +72,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
         if not found or not all(p.is_file() for p in found):
             raise ValueError(f"FILE {str(path)!r} is neither a .bin or .npy file nor a folder of them")
         files += found
-    val = [path for path in files if "val" in path.name or "test" in path.name]
+    val = [path for path in files if VALIDATION.search(path.name)]
     if not val:
         raise ValueError(f"none of {', '.join(path.name for path in files[:5])} has val or test in its name; "
                          f"the validation split has to be a file of its own")
@@ -78,8 +80,8 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
 
 
 def read_vocabulary(spec: str) -> tuple[int | None, list[bytes]] | None:
-    """BOS token, None if the file does not say, and the bytes of each token, of a nanoGPT meta.pkl or a file of ranks as
-    tiktoken's and llama-3's are; None for other tokenizers. ValueError: it cannot be read."""
+    """BOS token, None if the file does not say, and the bytes of each token, of a nanoGPT meta.pkl or a file of
+    ranks as tiktoken's and llama-3's are; None for other tokenizers. ValueError: it cannot be read."""
     path = Path(spec)
     if path.suffix == ".pkl":
         try:
@@ -117,13 +119,14 @@ def documents(parts: Iterator[np.ndarray], bos: int) -> Iterator[np.ndarray]:
 
 
 def bos_first(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
-    """The arrays with the token that ends each document, as in nanoGPT's files, moved to where it starts the next one."""
+    """The arrays with the token that ends each document, as in nanoGPT's files, moved to where the next one starts."""
     if not arrays or int(arrays[0][0]) == bos or int(arrays[-1][-1]) != bos:
         return arrays
     return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
 
 
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], used, tokenizer: Tokenizer, shard_tokens: int) -> dict:
+def write_split(folder: Path, part: str, arrays: list[np.ndarray], used: np.ndarray | None, tokenizer: Tokenizer,
+                shard_tokens: int) -> dict:
     """Writes a split as shards; returns its counts for the manifest."""
     writer, counts = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens), {"documents": 0, "bytes": 0}
     total = sum(len(array) for array in arrays)
@@ -133,15 +136,15 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], used, tokeniz
             progress(len(document))
             ids = document[document != tokenizer.bos]
             counts["documents"] += len(ids) < len(document)
-            counts["bytes"] += len(tokenizer.decode(ids)) - tokenizer.unknown_bytes * int((ids == tokenizer.unknown).sum())
+            counts["bytes"] += tokenizer.decoded_size(ids)
     writer.close()
     counts["documents"] = max(counts["documents"], int(total > 0))
     return {**counts, "tokens": total, "shards": writer.shards}
 
 
 def open_vocabulary(spec: str, arrays: dict[str, list[np.ndarray]]) -> tuple[int, int, list[bytes] | None]:
-    """The number of tokens that a file may hold, the BOS token (-1: none), and the bytes of each token where the tokenizer
-    is one that only this script reads."""
+    """The number of tokens that a file may hold, the BOS token (-1: none), and the bytes of each token where the
+    tokenizer is one that only this script reads."""
     vocabulary = read_vocabulary(spec)
     if vocabulary is None:
         try:
@@ -190,8 +193,9 @@ def convert(folder: Path, options) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".bin or .npy files, or folders of them")
-    parser.add_argument("--tokenizer", required=True, help="gpt2 or another of tiktoken's names, byte260, a SentencePiece "
-                        ".model, a file of ranks (.tiktoken, llama-3's tokenizer.model), or a meta.pkl of nanoGPT")
+    parser.add_argument("--tokenizer", required=True, help="gpt2 or another of tiktoken's names, byte260, a "
+                        "SentencePiece .model, a file of ranks (.tiktoken, llama-3's tokenizer.model), or a meta.pkl "
+                        "of nanoGPT")
     parser.add_argument("--out", required=True, help="folder of the dataset; its name is the shards' name")
     parser.add_argument("--headerless", action="store_true", help=".bin files are nothing but uint16 tokens")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="default %(default)s")

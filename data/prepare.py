@@ -36,7 +36,8 @@ from pathlib import Path
 
 import numpy as np
 
-MADE_BY = "data/prepare.py"  # the trainer checks manifests that say so
+MADE_BY = "data/prepare.py"
+MAKERS = (MADE_BY, "data/convert.py")  # the trainer checks manifests that name one of them
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 PAD, BOS, EOS, UNK, FIRST_BYTE = 0, 1, 2, 3, 4  # of every vocabulary but tiktoken's
@@ -227,8 +228,8 @@ def read_file(path: Path, progress) -> Iterator[Batch]:
 class WordCache:
     """Encodes as a SentencePiece model does, but each word only once.
 
-    In a BPE model without a piece that goes on over a space, words do not touch one another: what a word becomes depends
-    on nothing around it. Other models, and documents with anything but single spaces, are left to SentencePiece."""
+    In a BPE model without a piece that goes on over a space, words do not touch one another: what a word becomes
+    depends on nothing around it. Other models, and documents that keep runs of spaces, are left to SentencePiece."""
 
     def __init__(self, model):
         pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
@@ -331,6 +332,11 @@ class Tokenizer:
             return self.encoding.decode_bytes(ids.tolist())
         return b"".join([self.tokens[i] for i in ids.tolist()])
 
+    def decoded_size(self, ids: np.ndarray, decoded: bytes | None = None) -> int:
+        """The bytes of the text that the ids stand for, of which unknown tokens have none."""
+        decoded = self.decode(ids) if decoded is None else decoded
+        return len(decoded) - self.unknown_bytes * int((ids == self.unknown).sum())
+
     def original_bytes(self, raw: bytes, ids: np.ndarray) -> np.ndarray:
         """How many bytes of the original text each id stands for, int64; their sum is len(raw).
 
@@ -426,7 +432,7 @@ def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encode
         assert number or tokenizer.agrees(text, ids), "words are encoded as SentencePiece encodes them"
         is_val = validation or split.is_validation(index + number, digest)
         part = result["val" if is_val else "train"]
-        part.tokens.append(np.concatenate(([tokenizer.bos], ids)).astype("<u2"))
+        part.tokens.append(np.concatenate((np.array([tokenizer.bos], dtype=np.uint16), ids)))
         part.digests.append(digest[:16])
         part.sizes.append(len(raw))
         if is_val:
@@ -437,7 +443,7 @@ def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encode
 def add_proof(part: Encoded, tokenizer: Tokenizer, raw: bytes, ids: np.ndarray, origin: str) -> None:
     """Counts what the trainer will check: decoded bytes, and original bytes of every token."""
     decoded = tokenizer.decode(ids)
-    part.decoded_bytes += len(decoded) - tokenizer.unknown_bytes * int((ids == tokenizer.unknown).sum())
+    part.decoded_bytes += tokenizer.decoded_size(ids, decoded)
     part.changed_documents += decoded != raw
     if tokenizer.kind != "sentencepiece":
         if decoded != raw:
@@ -553,16 +559,16 @@ def sample_training_text(sources: list[str], split: Split, cache: Path) -> list[
 
 
 def drop_shared(train: Encoded, validation_digests: set[bytes], allowed: bool) -> int:
-    """Takes out of `train` what is also in the validation split and returns how many documents that is; ValueError if there
-    are some and it is not allowed."""
+    """Takes out of `train` what is also in the validation split and returns how many documents that is; ValueError
+    if there are some and it is not allowed."""
     if validation_digests.isdisjoint(train.digests):
         return 0
     keep = [i for i, digest in enumerate(train.digests) if digest not in validation_digests]
     dropped = len(train.digests) - len(keep)
     if not allowed:
-        raise ValueError(f"{dropped} or more training documents are also validation documents, so that the score would "
-                         f"be too good; take them out, let --drop-shared do it, or split by --val-fraction, which keeps "
-                         f"equal documents together")
+        raise ValueError(f"{dropped} or more training documents are also validation documents, so that the score "
+                         f"would be too good; take them out, let --drop-shared do it, or split by --val-fraction, "
+                         f"which keeps equal documents together")
     for name in ("tokens", "digests", "sizes"):
         setattr(train, name, [getattr(train, name)[i] for i in keep])
     return dropped
@@ -592,10 +598,9 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
                         counts[part]["bytes"] += sum(encoded.sizes)
                         for key in counts[part].keys() & {"decoded_bytes", "changed_documents"}:
                             counts[part][key] += getattr(encoded, key)
-                        for array in encoded.tokens:
-                            writers[part].write(array)
-                        for array in encoded.original_bytes:
-                            writers["val_bytes"].write(array)
+                        for name, arrays in ((part, encoded.tokens), ("val_bytes", encoded.original_bytes)):
+                            if arrays:
+                                writers[name].write(np.concatenate(arrays))
     for writer in writers.values():
         writer.close()
     for part in counts:
@@ -610,8 +615,8 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
 
 
 def check_published(options) -> None:
-    """The challenge's documents come with a sidecar, NAME.source_manifest.json: where a .jsonl has one, compares the file's
-    sha256 with it and takes the split from it unless another was asked for."""
+    """The challenge's documents come with a sidecar, NAME.source_manifest.json: where a .jsonl has one, compares the
+    file's sha256 with it and takes the split from it unless another was asked for."""
     for source in options.sources:
         sidecar = Path(source).with_suffix(".source_manifest.json")
         if not (source.endswith(".jsonl") and sidecar.is_file()):
@@ -625,9 +630,9 @@ def check_published(options) -> None:
         with open(source, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != wanted:
-            raise ValueError(f"{source} has sha256 {digest}, but {sidecar} says {wanted}: it is damaged or another one; "
-                             f"download it again, or remove the sidecar to go without this check")
-        if (options.val_docs, options.val_file, options.val_fraction) == (None, None, None) and source == options.sources[0]:
+            raise ValueError(f"{source} has sha256 {digest}, but {sidecar} says {wanted}: it is damaged or another "
+                             f"one; download it again, or remove the sidecar to go without this check")
+        if source == options.sources[0] and {options.val_docs, options.val_file, options.val_fraction} == {None}:
             options.val_docs = val_docs
         print(f"{source}: the sha256 is that of {sidecar.name}, which has {val_docs} documents for validation")
         if options.val_docs != val_docs:
@@ -656,8 +661,8 @@ def prove(out: Path, spec: str, vocab_size: int, has_training: bool) -> None:
 
 
 def write_dataset(fill, options) -> None:
-    """Lets fill(folder, options) write vocabulary, shards and manifest and prints what it returns. OUT is a hidden folder
-    until all of it is whole. ValueError: OUT holds something else than an earlier data set."""
+    """Lets fill(folder, options) write vocabulary, shards and manifest and prints what it returns. OUT is a hidden
+    folder until all of it is whole. ValueError: OUT holds something else than an earlier data set."""
     out = Path(options.out).resolve()
     if out.is_mount() or (out.exists() and any(out.iterdir()) and not is_ours(out)):
         raise ValueError(f"--out {options.out!r} holds files that this script did not make; name another")
@@ -679,7 +684,7 @@ def is_ours(folder: Path) -> bool:
         shards = [shard["file"] for split in manifest["splits"].values()
                   for key in ("shards", "bytes_shards") for shard in split.get(key, [])]
         known = {"manifest.json", manifest["tokenizer"]["name"], *shards}
-        return manifest["made_by"] in (MADE_BY, "data/convert.py") and {path.name for path in folder.iterdir()} <= known
+        return manifest["made_by"] in MAKERS and {path.name for path in folder.iterdir()} <= known
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -716,8 +721,8 @@ def prepare(partial: Path, options) -> str:
 
 def finish(partial: Path, out: str, made_by: str, sources: list[str], validation: dict, tokenizer: Tokenizer,
            file: Path | None, splits: dict) -> str:
-    """Writes the manifest, lets the trainer check everything, and returns a summary with the command to run next. `file`
-    is the tokenizer's in `partial`, if it has one."""
+    """Writes the manifest, lets the trainer check everything, and returns a summary with the command to run next.
+    `file` is the tokenizer's in `partial`, if it has one."""
     changes_text, spec = bool(splits["val"]["changed_documents"]), str(file or tokenizer.spec)
     manifest = {
         "made_by": made_by, "name": partial.name, "sources": [Path(source).name for source in sources],

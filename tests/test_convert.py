@@ -183,7 +183,7 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
         ((tmp_path / "val_negative.npy", "--tokenizer", "byte260"), "holds token -2"),
         ((tmp_path / "val_short.bin", "--tokenizer", "byte260"), "val_short.bin is damaged: .* promises 4 tokens"),
         ((tmp_path / "val_large.bin", "--tokenizer", "byte260"), "holds token 260, but .* has 260"),
-        ((write_bin(tmp_path / "train.bin", [1, 5]), "--tokenizer", "byte260"), "none of train.bin has val"),
+        ((write_bin(tmp_path / "interval_train.bin", [1, 5]), "--tokenizer", "byte260"), "none of interval_train.bin has"),
     ):
         with pytest.raises(SystemExit, match=wanted):
             convert_to(monkeypatch, tmp_path / "set", *arguments)
