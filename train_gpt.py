@@ -13,18 +13,22 @@ import io
 import json
 import math
 import os
-import pickle
+import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
 import warnings
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import torch
@@ -100,7 +104,14 @@ class Config:
     beta2: float = var(0.95, "", "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "", "Adam's epsilon")
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
+    # Checkpoints and faults
+    checkpoint_every: str = var("0", "steps or s", "between checkpoints; 300s: seconds; 0: no more")
+    checkpoint_dir: str = var("", "folder", "of the checkpoints; empty: OUT_DIR/checkpoints")
+    keep_checkpoints: int = var(2, "files", "the newest ones of the run are kept", low=1)
+    resume: str = var("", "auto, file", "go on from this checkpoint; auto: the newest whole one")
+    skip_nonfinite: int = var(0, "steps", "with a loss or gradient that is not finite to leave out")
     # Export
+    export_only: bool = var(False, "0|1", "train no more, but export what RESUME names")
     control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
     int8_keep_float_fp32_name_patterns: str = var(CONTROL, "names", "stay float32; unset: as above")
     int8_keep_float_max_numel: int = var(65536, "elements", "tensors up to this size stay floats")
@@ -116,6 +127,9 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
         require(self.loader == "shuffled" or not self.align_bos,
                 "ALIGN_BOS=1 has no meaning for LOADER=sequential; set LOADER=shuffled")
+        require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
+                f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
+        require(self.resume or not self.export_only, "EXPORT_ONLY=1 needs RESUME=auto or a file")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
@@ -167,6 +181,13 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(tensor, operation)
         return tensor
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.reduce(tensor, dist.ReduceOp.MAX).tolist()
 
     def now_ms(self) -> float:
         """The time in ms, when the device has done all that it was asked to do."""
@@ -223,12 +244,18 @@ class RunLog:
 
     def __init__(self, config: Config, ranks: Ranks, source: str):
         self.is_main, self.progress_shown = ranks.rank == 0, False
+        self.earlier_step = 0  # the last one in an older log of the same name
         if not self.is_main:
             return
         Path("logs").mkdir(exist_ok=True)
+        self.locks = [lock(Path("logs", config.run_id + ".lock"), "RUN_ID"),
+                      lock(Path(config.out_dir, ".lock"), "OUT_DIR")]
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
         for path, stamp in zip(paths, [new_run_id()] * 2):
             if path.exists():  # runs of one name never mix in one file
+                text = path.read_text(encoding="utf-8", errors="replace")
+                steps = re.findall(r'"event": "train", "step": (\d+)', text)
+                self.earlier_step = int(steps[-1]) if steps else self.earlier_step
                 path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
@@ -243,18 +270,43 @@ class RunLog:
         if self.is_main:
             print("\r\x1b[2K" * self.progress_shown + text, flush=True)
             self.progress_shown = False
-            self.text.write(text + "\n")
+            self.write(self.text, text)
+
+    def write(self, file, text: str) -> None:
+        """Adds a line to a file, or tells the console why not: a full disk stops no training."""
+        try:
+            file.write(text + "\n")
+        except OSError as error:
+            print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
 
     def event(self, event: str, **values) -> None:
         """One JSON object, its numbers unrounded, for the .jsonl file."""
         if self.is_main:
-            self.json.write(json.dumps({"event": event, **values}) + "\n")
+            self.write(self.json, json.dumps({"event": event, **values}))
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces; only where the console is a terminal."""
         if self.is_main and sys.stdout.isatty():
             print("\r\x1b[2K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
             self.progress_shown = True
+
+def lock(path: Path, name: str):
+    """Keeps a file locked until the process ends, however that comes. ValueError names the process
+    that has it already."""
+    file = path.open("a+", encoding="utf-8")
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        return file
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f"{path}: process {file.read()} runs with the same {name}; wait until it "
+                         f"ends, or set another {name}") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
@@ -272,9 +324,10 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, KiB here
 
-def log_step(run: "Run", step: int, time_ms: float, eta: float, since: tuple, loss: float, norm):
+def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> None:
     """Logs a training step; its speed is that since the step and the time of the line before."""
     config, device, lr = run.config, run.ranks.device, run.optimizers[-1].param_groups[0]["lr"]
+    step, time_ms = run.step, run.time_ms
     rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
@@ -287,7 +340,7 @@ def log_step(run: "Run", step: int, time_ms: float, eta: float, since: tuple, lo
                   mem_mib=memory, eta_s=eta, epoch=epoch, unique_tokens=unique_tokens)
     run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
                  f"train_time:{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
-                 f"grad_norm:{'n/a' if norm is None else f'{norm:.3f}'} tok_per_sec:{rate:.0f} "
+                 f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} "
                  f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
                  f"eta:{eta / 60:.1f}m epoch:{epoch:.3f}")
 
@@ -369,31 +422,51 @@ class TokenLoader:
         self.next_batch()  # so that shards of another vocabulary are found before training
         self.position = 0
 
+    def parts(self, start: int, count: int):
+        """Yields shard number, place in the shard and length of what `count` tokens from `start` of
+        the endless sequence consist of."""
+        while count > 0:
+            at = start % self.tokens
+            index = int(np.searchsorted(self.ends, at, side="right"))
+            length = min(count, int(self.ends[index]) - at)
+            yield index, at - int(self.ends[index]) + len(self.shards[index]), length
+            start, count = start + length, count - length
+
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens, uint16, from place `start` of the endless sequence of shards."""
         tokens, filled = np.empty(count, dtype=np.uint16), 0
-        while filled < count:
-            at = (start + filled) % self.tokens
-            index = int(np.searchsorted(self.ends, at, side="right"))
-            part = self.shards[index][at - int(self.ends[index]):][:count - filled]
+        for index, at, length in self.parts(start, count):
+            part = self.shards[index][at:at + length]
             check_ids(part, self.config.vocab_size, self.files[index])
-            tokens[filled:filled + len(part)] = part
-            filled += len(part)
+            tokens[filled:filled + length] = part
+            filled += length
         return tokens
 
-    def read_batch(self, position: int) -> Tensor:
-        """This rank's inputs and targets from `position` on, (2, B, T) as to_ids takes them."""
-        first, length, rows = position + self.ranks.rank * self.span, self.config.train_seq_len, []
+    def rows(self, position: int, count: int):
+        """Yields start and length of the stretches of the sequence that are read from `position`
+        until `position` + `count`."""
         if self.config.loader == "sequential":
-            rows.append(self.read(first, self.span))
-        for row in range(first, first + self.span) if self.config.loader == "shuffled" else ():
+            yield position, count
+        for row in range(position, position + count) if self.config.loader == "shuffled" else ():
             epoch, place = divmod(row, self.epoch_size)
             if self.order[0] != epoch:
                 random = np.random.default_rng([self.config.seed, epoch])
                 self.order = (epoch, random.permutation(self.epoch_size))
-            rows.append(self.read(int(self.starts[self.order[1][place]]), length + 1))
+            yield int(self.starts[self.order[1][place]]), self.config.train_seq_len + 1
+
+    def batch_of(self, step: int) -> list[list]:
+        """Shard, place in it and length of all that is read in `step`, by all ranks."""
+        units = self.ranks.world_size * self.span * self.config.grad_accum_steps
+        stretches = self.rows(step * units, units)
+        return [[self.files[index].name, at, length] for start, count in stretches
+                for index, at, length in self.parts(start, count)]
+
+    def read_batch(self, position: int) -> Tensor:
+        """This rank's inputs and targets from `position` on, (2, B, T) as to_ids takes them."""
+        stretches = self.rows(position + self.ranks.rank * self.span, self.span)
+        rows = [self.read(start, count) for start, count in stretches]
         batch = np.stack(([row[:-1] for row in rows], [row[1:] for row in rows]))
-        batch = torch.from_numpy(batch.reshape(2, -1, length).view(np.int16))
+        batch = torch.from_numpy(batch.reshape(2, -1, self.config.train_seq_len).view(np.int16))
         return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -680,30 +753,34 @@ def orthogonalize(update: Tensor, steps: int, product=torch.matmul) -> Tensor:
     return x.T if tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised. Matrix i belongs to rank i mod world, which alone
-    keeps its momentum; the ranks exchange the updates in bfloat16."""
+    """Momentum whose update is orthogonalised, matrix i by rank i mod world; the ranks exchange the
+    updates in bfloat16. Where `found_inf` (0-d, 0 or 1) is 1, a step changes nothing."""
 
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, dict(momentum=config.muon_momentum))
         self.steps, self.ranks = config.muon_backend_steps, ranks
+        self.found_inf = torch.zeros((), device=ranks.device)
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.product = rounded_product if slow else torch.matmul
 
     @torch.no_grad()
     def step(self) -> None:
-        group = self.param_groups[0]
+        group, skip = self.param_groups[0], self.found_inf.bool()
         sizes = [p.numel() for p in group["params"]]
         updates = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=self.ranks.device)
-        pairs = list(zip(group["params"], updates.split(sizes)))
-        for p, update in pairs[self.ranks.rank::self.ranks.world_size]:
+        decay = torch.where(skip, 1.0, group["momentum"])
+        for i, (p, update) in enumerate(zip(group["params"], updates.split(sizes))):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffer = self.state[p]["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
-            nesterov = p.grad.add(buffer, alpha=group["momentum"])
-            scale = max(1, p.size(0) / p.size(1)) ** 0.5
-            update.copy_(orthogonalize(nesterov, self.steps, self.product).mul_(scale).flatten())
-        self.ranks.reduce(updates)
-        for p, update in pairs:
+            grad = torch.where(skip, 0.0, p.grad)
+            buffer = self.state[p]["momentum_buffer"].mul_(decay).add_(grad)
+            if i % self.ranks.world_size == self.ranks.rank:
+                nesterov = grad.add(buffer, alpha=group["momentum"])
+                scale = max(1, p.size(0) / p.size(1)) ** 0.5
+                result = orthogonalize(nesterov, self.steps, self.product)
+                update.copy_(result.mul_(scale).flatten())
+        self.ranks.reduce(updates.mul_(1 - self.found_inf))
+        for p, update in zip(group["params"], updates.split(sizes)):
             p.add_(update.view_as(p), alpha=-group["lr"])
 
 def build_optimizers(run: "Run") -> None:
@@ -726,6 +803,7 @@ def build_optimizers(run: "Run") -> None:
                             fused=ranks.device.type != "mps")
     run.optimizers = [adam, muon]
     run.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+    run.faults = torch.full((config.skip_nonfinite + 1,), -1, device=ranks.device)
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
@@ -744,14 +822,13 @@ def muon_momentum(config: Config, step: int) -> float:
     done = min(1.0, step / steps) if steps else 1.0
     return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
 
-def average_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Averages the gradients over the ranks, one exchange for each of their types."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None and ranks.world_size > 1]
-    for dtype in dict.fromkeys(g.dtype for g in grads):
-        same = [g for g in grads if g.dtype == dtype]
-        flat = ranks.reduce(torch.cat([g.flatten() for g in same])).div_(ranks.world_size)
-        for g, mean in zip(same, flat.split([g.numel() for g in same])):
-            g.copy_(mean.view_as(g))
+def average(tensors: list[Tensor], ranks: Ranks) -> None:
+    """Averages tensors over the ranks, in place, with one exchange for each of their types."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors) if ranks.world_size > 1 else ():
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = ranks.reduce(torch.cat([t.flatten() for t in same])).div_(ranks.world_size)
+        for t, mean in zip(same, flat.split([t.numel() for t in same])):
+            t.copy_(mean.view_as(t))
 
 # ---- Evaluation --------------------------------------------------------------------------------
 @torch.no_grad()
@@ -817,36 +894,74 @@ def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
             "dtypes": dtypes, "passthrough": passthrough, "qmeta": qmeta,
             "passthrough_orig_dtypes": originals}, payload
 
-def dequantize(artifact: dict) -> dict[str, Tensor]:
-    """The state dict of an int8 artifact, every tensor in its original type."""
+def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an int8 artifact. ValueError: one that is wanted has no sound values."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
         scale = artifact["scales"][name].float()
+        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
+        sound = quantized.dtype == torch.int8 and scale.shape == rows and name in wanted
+        sound = sound and bool(((scale > 0) & scale.isfinite()).all())
+        require(sound, f"{name} has no sound values and scales")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
-    dtypes = {**artifact["dtypes"], **artifact.get("passthrough_orig_dtypes", {})}
-    return {n: t.to(getattr(torch, dtypes[n])) if n in dtypes else t for n, t in state.items()}
+    return state
+
+def read_archive(data: bytes):
+    """What torch.save wrote into `data`, as data: no code is run, nothing inflates, and every entry
+    is as its checksum says. Many kinds of errors: it is something else."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
+        require(archive.testzip() is None, "a checksum is wrong")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """ValueError: names or shapes differ, or one is no tensor of numbers like the wanted one."""
+    names = found.keys() ^ wanted.keys()
+    require(not names, f"it lacks, or should not have, {', '.join(map(str, sorted(names)[:3]))}")
+    for name, like in wanted.items():
+        t = found[name]
+        require(isinstance(t, Tensor) and t.shape == like.shape
+                and t.is_floating_point() == like.is_floating_point(),
+                f"{name} is not the {like.dtype} {tuple(like.shape)} that this model has")
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copies a state dict or an int8 artifact into the model; ValueError: it is neither, or of
-    another model."""
+    """Copies a state dict or an int8 artifact into the model. ValueError: it is neither, damaged,
+    of another model, or larger than one of this model can be."""
+    wanted = model.state_dict()
+    limit = 2 * sum(t.nbytes for t in wanted.values()) + 4096 * len(wanted) + (1 << 20)
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
         if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
-            data = zlib.decompress(data)
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        state = dequantize(state) if state.get("__quant_format__") == INT8_FORMAT else state
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(data, limit + 1)
+            require(inflater.eof or len(data) > limit, "it ends too early")
+        require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
+        state = read_archive(data)
+        if state.get("__quant_format__") == INT8_FORMAT:
+            state = dequantize(state, wanted)
+        check_tensors(state, wanted)
         model.load_state_dict(state)
-    except (OSError, EOFError, zlib.error, pickle.UnpicklingError, RuntimeError, AttributeError,
-            LookupError, TypeError) as error:
+    except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes under a temporary name and renames, so that `path` is never half a file."""
+    """Writes under a temporary name and renames, so that `path` is never half a file, even after a
+    loss of power. OSError: nothing was written."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
-def export(run: "Run", step: int, source: str) -> None:
+def export(run: "Run", source: str) -> None:
     """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
     def saved(value) -> bytes:
         buffer = io.BytesIO()
@@ -869,7 +984,7 @@ def export(run: "Run", step: int, source: str) -> None:
         log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
                  f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
         log.line(f"Total submission size int8+zlib: {len(data) + code} bytes")
-        log.event("export", step=step, model_bytes=len(floats), code_bytes=code,
+        log.event("export", step=run.step, model_bytes=len(floats), code_bytes=code,
                   payload_bytes=payload, artifact_bytes=len(data),
                   artifact_sha256=sha256(data).hexdigest())
         load_weights(run.model, folder / "final_model.int8.ptz")
@@ -880,7 +995,155 @@ def export(run: "Run", step: int, source: str) -> None:
     eval_ms = run.ranks.now_ms() - started
     log.line(f"final_int8_zlib_roundtrip {score_text(score, 4, f'eval_time:{eval_ms:.0f}ms')}")
     log.line(f"final_int8_zlib_roundtrip_exact {score_text(score, 8)}")
-    log.event("final", step=step, **score, eval_time_ms=eval_ms)
+    log.event("final", step=run.step, **score, eval_time_ms=eval_ms)
+
+# ---- Checkpoints and faults --------------------------------------------------------------------
+# A checkpoint is RUN_ID_STEP_DIGEST.pt: a dict as torch.save writes it, named by its sha256.
+CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
+HARMLESS = {  # settings that a resumed run may change: what is trained stays the same mathematics
+    "run_id", "out_dir", "init_from", "data_path", "tokenizer_path", "device", "compile", "attn",
+    "matmul_precision", "grad_accum_steps", "warmup_steps", "val_loss_every", "val_batch_size",
+    "train_log_every", "checkpoint_every", "checkpoint_dir", "keep_checkpoints", "resume",
+    "skip_nonfinite", "export_only", "int8_keep_float_max_numel",
+    "int8_keep_float_fp32_name_patterns"}
+
+def find_checkpoints(config: Config) -> list[Path]:
+    """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first."""
+    folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
+    names = [(path, CHECKPOINT_NAME.fullmatch(path.name)) for path in folder.glob("*.pt")]
+    found = [path for path, name in names if name and config.run_id in ("", name[1])]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+def read_checkpoint(path: Path) -> dict:
+    """ValueError: the file is not whole, or is no checkpoint."""
+    try:
+        data, name = path.read_bytes(), CHECKPOINT_NAME.fullmatch(path.name)
+        digest = sha256(data).hexdigest()
+        require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
+                "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
+        state = read_archive(data)
+        require(state["format"] == 1, f"its format is {state['format']}, not 1")
+        return state
+    except Exception as error:  # what is hostile or damaged fails in many ways
+        raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
+
+def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
+    """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
+    ValueError: the named one is not whole, or another run's settings are in it."""
+    path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
+    searches = config.resume == "auto" and ranks.rank == 0
+    for candidate in find_checkpoints(config) if searches else ():
+        try:
+            read_checkpoint(candidate)
+            path = candidate
+            break
+        except ValueError as error:
+            lines.append(f"warning: {error}")
+    if ranks.world_size > 1:  # all go on from the one that the main rank found
+        choice = [path]
+        dist.broadcast_object_list(choice)
+        path = choice[0]
+    return path, read_checkpoint(path) if path else None, lines
+
+def check_settings(run: "Run", state: dict, path: Path) -> None:
+    """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
+    now, then = asdict(run.config), {**state["config"], "": 0}
+    changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in now
+               if name not in HARMLESS and then.get(name) != now[name]]
+    if run.loader and state["shards"] != run.loader.ends.tolist():
+        changed.append(f"DATA_PATH={run.config.data_path!r} has training shards of other sizes")
+    require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
+
+def state_tensors(run: "Run") -> dict[str, Tensor]:
+    """The live tensors of model and optimizers, by name. All ranks have the same."""
+    tensors = {f"model.{name}": t for name, t in run.model.state_dict().items()}
+    for kind, optimizer in zip(("adam", "muon"), run.optimizers):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors |= {f"{kind}.{i}.{name}": t for i, p in enumerate(params)
+                    for name, t in optimizer.state[p].items()}
+    return tensors
+
+def save_checkpoint(run: "Run") -> None:
+    """Copies the state of the run to host memory; a thread writes it, and then deletes all but the
+    KEEP_CHECKPOINTS newest of the run. Nothing is saved after a fault that ends the run."""
+    if run.ranks.rank > 0 or run.faults[-1] >= 0:
+        return
+    state = {"format": 1, "step": run.step, "time_ms": run.time_ms, "config": asdict(run.config),
+             "position": run.loader.position, "shards": run.loader.ends.tolist(),
+             "scaler": run.scaler.state_dict(), "random": torch.get_rng_state(),
+             "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
+
+    def write() -> None:
+        config, buffer = run.config, io.BytesIO()
+        folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
+        torch.save(state, buffer)
+        data = buffer.getvalue()
+        name = f"{config.run_id}_{state['step']:08d}_{sha256(data).hexdigest()[:16]}.pt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, data)
+            for old in find_checkpoints(config)[config.keep_checkpoints:]:
+                old.unlink()
+            run.log.event("checkpoint", step=state["step"], file=name, bytes=len(data))
+        except OSError as error:
+            run.log.line(f"warning: no checkpoint of step {state['step']}: {error}")
+
+    if run.writer:
+        run.writer.join()
+    run.writer = Thread(target=write)
+    run.writer.start()
+
+def restore(run: "Run", state: dict, path: Path) -> None:
+    """Puts the run where the checkpoint was made. ValueError: its tensors are not of this run."""
+    for p in run.model.parameters():
+        p.grad = torch.zeros_like(p)
+    for optimizer in run.optimizers:  # a step makes their tensors, which are then replaced
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    wanted = state_tensors(run)
+    try:
+        check_tensors(state["tensors"], wanted)
+        for name, t in wanted.items():
+            t.copy_(state["tensors"][name])
+        run.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["random"])
+        run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
+        if run.loader:
+            run.loader.position = int(state["position"])
+    except Exception as error:  # what is hostile fails in many ways
+        raise ValueError(f"checkpoint {path} is of no run like this one: {error}") from None
+    again = max(0, run.log.earlier_step - run.step)
+    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path), again=again)
+    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {path}; {again} "
+                 f"steps of the older log are done again")
+
+def check_faults(run: "Run", known: int) -> int:
+    """Logs the steps that were left out since there were `known` ones; returns how many there are.
+    FloatingPointError: more than SKIP_NONFINITE."""
+    steps = [step for step in run.faults.tolist() if step >= 0]
+    for step in steps[known:]:
+        batch = run.loader.batch_of(step)
+        run.log.event("nonfinite", step=step + 1, batch=batch)
+        text = (f"nonfinite: loss or gradient of step:{step + 1} is not finite: the weights stay "
+                f"as they were; its batch starts in {batch[0][0]} at token {batch[0][1]}")
+        run.log.line(text)
+    if len(steps) > run.config.skip_nonfinite:
+        raise FloatingPointError(f"{text} (all of it: logs/{run.config.run_id}.jsonl). Checkpoints "
+                                 f"stay good; SKIP_NONFINITE=N would leave out N such steps")
+    return len(steps)
+
+def catch_signals(run: "Run") -> None:
+    """Lets SIGTERM and SIGINT end the run after a step and a checkpoint; a second one ends it now,
+    unless it comes at once: launchers repeat what a terminal has sent to all."""
+    def handle(number: int, _) -> None:
+        if run.signal and time.monotonic() > first[0] + 2:
+            os._exit(128 + number)
+        if not run.signal:
+            first[0], run.signal = time.monotonic(), number
+
+    first = [0.0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
 
 # ---- Training ----------------------------------------------------------------------------------
 @dataclass
@@ -897,29 +1160,42 @@ class Run:
     val_raw_bytes: int | None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scaler: torch.amp.GradScaler | None = None
+    faults: Tensor | None = None  # steps that were left out, then -1; int64 (SKIP_NONFINITE + 1,)
+    step: int = 0  # steps done
+    time_ms: float = 0.0  # on the training clock
+    signal: int = 0  # that asked the run to stop
+    writer: Thread | None = None  # of the latest checkpoint
+    checkpoint: tuple[dict, Path] | None = None  # to go on from
 
-def train_step(run: Run, step: int, factor: float, log_norm: bool) -> tuple[Tensor, Tensor | None]:
-    """One update. Returns the mean loss of this rank (0-d float32 on the device) and, if asked for,
-    the global norm of the averaged gradients."""
-    config, loss_sum, norm = run.config, 0.0, None
+def train_step(run: Run, factor: float) -> tuple[Tensor, Tensor]:
+    """One update, or none where the loss or a gradient is not finite; the device decides that, so
+    that the host need not wait. Returns the mean loss over the ranks and the global norm of the
+    averaged gradients, both 0-d float32 on the device."""
+    config, loss_sum = run.config, 0.0
     for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
         group["lr"] = group["base_lr"] * factor
         if "momentum" in group:
-            group["momentum"] = muon_momentum(config, step)
+            group["momentum"] = muon_momentum(config, run.step)
     for _ in range(config.grad_accum_steps):
         loss = run.forward(*run.loader.next_batch()) / config.grad_accum_steps
         run.scaler.scale(loss).backward()
         loss_sum = loss_sum + loss.detach()
-    average_gradients(run.model, run.ranks)
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    average([*grads, loss_sum], run.ranks)
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
-    if log_norm or config.grad_clip_norm > 0:
-        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
-        if config.grad_clip_norm > 0:  # an overflow is infinite; it must not make NaN of the rest
-            nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
+    if config.grad_clip_norm > 0:  # an overflow is infinite; it must not make NaN of the rest
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
+    # In float16 gradients overflow now and then; the scaler leaves such steps out by itself.
+    finite = (loss_sum if config.dtype == "float16" else loss_sum + norm).isfinite()
+    free = (run.faults < 0) & ((run.faults < 0).cumsum(0) == 1)
+    run.faults = torch.where(free & ~finite, run.step, run.faults)
+    skip = ~finite | (run.faults[-1] >= 0)  # too many: nothing is touched any more
     for optimizer in run.optimizers:
-        run.scaler.step(optimizer)
+        optimizer.found_inf = skip.float()
+        if run.ranks.device.type != "mps" or not skip:  # Adam is not fused there, and has no mask
+            run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
     return loss_sum, norm
@@ -929,60 +1205,71 @@ def warm_up(run: Run) -> None:
     weights, optimizer state and loader back to the start."""
     initial = {name: t.clone() for name, t in run.model.state_dict().items()}
     for step in range(1, (steps := run.config.warmup_steps) + 1):
-        train_step(run, 0, 1.0, log_norm=True)
+        train_step(run, 1.0)
         if steps <= 20 or step % 10 == 0 or step == steps:
             run.log.line(f"warmup_step:{step}/{steps}")
     run.model.load_state_dict(initial)
     build_optimizers(run)
     run.loader.position = 0
 
-def train(run: Run) -> int:
-    """Trains until ITERATIONS or the cap of the wall clock; returns the number of steps done. The
-    training clock is the time since `origin`, which validations move by what they take."""
-    config, ranks, log = run.config, run.ranks, run.log
-    step, time_ms, stopped, since = 0, 0.0, False, (0, 0.0)
-    origin = ranks.now_ms()
+def train(run: Run) -> None:
+    """Trains until ITERATIONS, the cap of the wall clock or a signal. The training clock is the
+    time since `origin`, which validations move by what they take."""
+    config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
+    stopped, capped, asked, mean_loss = False, config.max_wallclock_seconds > 0, 0, math.nan
+    since, faults, saved = (run.step, run.time_ms), 0, (run.step, time.monotonic())
+    origin = ranks.now_ms() - run.time_ms
     while True:
-        last = stopped or step >= config.iterations
-        if last or (config.val_loss_every and step % config.val_loss_every == 0):
+        last = stopped or run.step >= config.iterations
+        if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
             paused = ranks.now_ms()
             score, val_ms = evaluate(run), paused - origin
-            times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(step, 1):.2f}ms"
-            log.line(f"step:{step}/{config.iterations} {score_text(score, 4, times)}")
-            log.event("val", step=step, **score, train_time_ms=val_ms)
+            times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(run.step, 1):.2f}ms"
+            log.line(f"step:{run.step}/{config.iterations} {score_text(score, 4, times)}")
+            log.event("val", step=run.step, **score, train_time_ms=val_ms)
             origin += ranks.now_ms() - paused
         if last:
             break
-        factor, every = lr_factor(config, step, time_ms), config.train_log_every
-        log_this = step < 10 or (every > 0 and (step + 1) % every == 0)
+        factor, log_every = lr_factor(config, run.step, run.time_ms), config.train_log_every
+        log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
         before = int(run.loader.progress()[0])
-        loss, norm = train_step(run, step, factor, log_this)
-        step += 1
+        loss, norm = train_step(run, factor)
+        run.step += 1
         if (epochs := run.loader.progress()[0]) >= before + 1:
-            log.line(f"train_loader:wrap_around step:{step}/{config.iterations} epoch:{epochs:.3f} "
-                     f"of {run.loader.tokens} tokens")
-        exact = log_this or config.max_wallclock_seconds > 0
-        time_ms = (ranks.now_ms() if exact else 1000 * time.perf_counter()) - origin
-        eta = (config.iterations - step) * time_ms / step / 1000
-        if config.max_wallclock_seconds > 0:  # one clock sets stop and schedule of all ranks
-            clock = torch.tensor(time_ms, device=ranks.device)
-            time_ms = ranks.reduce(clock, dist.ReduceOp.MAX).item()
-            stopped = time_ms >= config.max_wallclock_seconds * 1000
-            eta = min(eta, max(0.0, config.max_wallclock_seconds - time_ms / 1000))
+            log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
+                     f"{epochs:.3f} of {run.loader.tokens} tokens")
+        run.time_ms = 1000 * time.perf_counter() - origin
+        ended = run.step >= config.iterations
+        if log_this or capped or ended or ranks.device.type == "cpu" or run.step % 10 == 0:
+            # All ranks learn the same, so that they stop, and change their rate, at the same step.
+            run.time_ms, asked = ranks.largest(ranks.now_ms() - origin, run.signal)
+            faults = check_faults(run, faults)
+            stopped = capped and run.time_ms >= config.max_wallclock_seconds * 1000
+        eta = (config.iterations - run.step) * run.time_ms / run.step / 1000
+        if capped:
+            eta = min(eta, max(0.0, config.max_wallclock_seconds - run.time_ms / 1000))
         if log_this or stopped:
-            mean_loss = ranks.reduce(loss).item() / ranks.world_size
-            norm = None if norm is None else norm.item()
-            log_step(run, step, time_ms, eta, since, mean_loss, norm)
-            since = (step, time_ms)
-        log.progress(f"step {step}/{config.iterations} loss {mean_loss:.4f} eta {eta / 60:.1f}m")
-    if step < config.iterations:
-        text = f"train_time:{time_ms:.0f}ms step:{step}/{config.iterations}"
+            mean_loss = loss.item()
+            log_step(run, eta, since, mean_loss, norm.item())
+            since = (run.step, run.time_ms)
+        log.progress(f"step {run.step}/{config.iterations} loss {mean_loss:.4f} "
+                     f"eta {eta / 60:.1f}m")
+        due = every != "0" and (stopped or ended or (
+            time.monotonic() - saved[1] >= float(every[:-1]) if every.endswith("s")
+            else run.step - saved[0] >= int(every)))
+        if due or asked:
+            save_checkpoint(run)
+            saved = (run.step, time.monotonic())
+        if asked:
+            run.signal = int(asked)
+            return
+    if run.step < config.iterations:
+        text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
     if run.loader:
         log.line("train_loader:epochs:%.3f unique_tokens:%d" % run.loader.progress()
                  + f" of {run.loader.tokens}")
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
-    return step
 
 def compile_model(run: Run) -> None:
     """Compiles the model, or warns and leaves it as it is where the compiler does not work."""
@@ -995,12 +1282,13 @@ def compile_model(run: Run) -> None:
     run.loader.position = 0
     run.model.zero_grad(set_to_none=True)
 
-def resolve(config: Config, ranks: Ranks) -> tuple[Config, bool]:
+def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
     """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
     native, on_cuda = bfloat16_is_native(ranks.device), ranks.device.type == "cuda"
     auto = {"dtype": "bfloat16" if native else "float32", "compile": str(int(on_cuda))}
     auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
-    auto |= {"device": ranks.device.type, "run_id": config.run_id or new_run_id()}
+    resumed = checkpoint and CHECKPOINT_NAME.fullmatch(checkpoint.name)[1]
+    auto |= {"device": ranks.device.type, "run_id": config.run_id or resumed or new_run_id()}
     config = replace(config, **auto)
     attn, repeat_kv = choose_attention(config, ranks.device)
     accum, tokens = split_batch(config, ranks.world_size)
@@ -1010,18 +1298,26 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    config, repeat_kv = resolve(config, ranks)
+    path, state, notes = find_resumable(config, ranks)
+    require(state or not config.export_only, f"EXPORT_ONLY=1: RESUME={config.resume} finds nothing")
+    config, repeat_kv = resolve(config, ranks, path)
     kind, bos, *validation = load_validation(config)
-    loader = TokenLoader(config, ranks, bos) if config.iterations else None
+    trains = config.iterations and not config.export_only
+    loader = TokenLoader(config, ranks, bos) if trains else None
     torch.manual_seed(config.seed)
     model = GPT(config, repeat_kv)
-    if config.init_from:
+    if config.init_from and not state:
         load_weights(model, config.init_from)
     model.to(ranks.device)
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
     run = Run(config, ranks, RunLog(config, ranks, source), model, model, loader, *validation)
+    if state:
+        run.checkpoint = (state, path)
+        check_settings(run, state, path)
     announce(run, kind, repeat_kv, overrides)
+    for note in notes:
+        run.log.line(note)
     if loader and config.compile == "1":
         compile_model(run)
     build_optimizers(run)
@@ -1065,15 +1361,32 @@ def main() -> None:
             default, unit = int(f.default) if f.type is bool else f.default, f.metadata["unit"]
             print(f"{f.name.upper()}={default}\n    {f.metadata['help']}", f"[{unit}]" * bool(unit))
         return
-    source = Path(__file__).read_text(encoding="utf-8")
+    source, name = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name
     try:
         run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{Path(__file__).name}: {error}")
-    if run.loader:
-        warm_up(run)
-    step = train(run)
-    export(run, step, source)
+        catch_signals(run)
+        if run.loader:
+            warm_up(run)
+        if run.checkpoint:
+            restore(run, *run.checkpoint)
+        if not run.config.export_only:
+            train(run)
+        if run.signal:
+            if run.writer:
+                run.writer.join()
+            run.log.line(f"stopped: signal {run.signal} after step:{run.step}; RESUME=auto goes on")
+            sys.exit(128 + run.signal)
+        export(run, source)
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"{name}: {error}")
+    except RuntimeError as error:
+        text, rank = str(error), os.environ.get("RANK", "0")
+        if "out of memory" in text or "t allocate memory" in text:
+            sys.exit(f"{name}: rank {rank}: {text[:400]}\nFor less memory: more GRAD_ACCUM_STEPS, "
+                     "a smaller TRAIN_SEQ_LEN, MODEL_DIM or NUM_LAYERS, or COMPILE=1")
+        if dist.is_initialized() and any(word in text for word in ("gloo", "NCCL", "Connection")):
+            sys.exit(f"{name}: rank {rank} has lost another rank, which the launcher names: {text}")
+        raise
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()

@@ -67,11 +67,12 @@ def test_halves_are_rounded_to_even():
     assert scale == 1.0 and quantized[0, :4].tolist() == [127, 0, 2, -2]
 
 
-def test_everything_comes_back_in_its_type_and_close():
+def test_everything_comes_back_close():
     state = wide_state()
     artifact, _ = train_gpt.quantize(state, tiny_config())
-    for name, t in train_gpt.dequantize(artifact).items():
-        assert t.dtype == state[name].dtype and t.shape == state[name].shape
+    back = train_gpt.dequantize(artifact, state)
+    train_gpt.check_tensors(back, state)
+    for name, t in back.items():
         if t.is_floating_point():
             step = artifact["scales"][name].float().max() if name in artifact["scales"] else torch.tensor(0.004)
             assert (t.float() - state[name].float()).abs().max() < 1.2 * step + 0.01, name
