@@ -1060,7 +1060,7 @@ def state_tensors(run: "Run") -> dict[str, Tensor]:
     for kind, optimizer in zip(("adam", "muon"), run.optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         tensors |= {f"{kind}.{i}.{name}": t for i, p in enumerate(params)
-                    for name, t in optimizer.state[p].items()}
+                    for name, t in optimizer.state.get(p, {}).items()}
     return tensors
 
 def save_checkpoint(run: "Run") -> None:
@@ -1376,7 +1376,11 @@ def main() -> None:
                 run.writer.join()
             run.log.line(f"stopped: signal {run.signal} after step:{run.step}; RESUME=auto goes on")
             sys.exit(128 + run.signal)
-        export(run, source)
+        try:
+            export(run, source)
+        except OSError as error:
+            raise OSError(f"the export failed: {error}; EXPORT_ONLY=1 RESUME=auto does it again, if "
+                          "CHECKPOINT_EVERY was set") from None
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     except RuntimeError as error:

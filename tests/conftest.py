@@ -1,7 +1,9 @@
 """What the tests share: tiny shards, tiny configurations, and the trainer as a subprocess."""
 
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,9 +75,15 @@ def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None,
 
 def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
     """The same in this process, which saves the start; SystemExit carries the script's message."""
+    gc.collect()  # what is left of an earlier run in this process holds its locks
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
-    train_gpt.main()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        train_gpt.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def tiny_arguments(data: Path, **changes) -> list[str]:

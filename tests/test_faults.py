@@ -1,0 +1,472 @@
+"""Nothing is lost: resuming, signals, steps that are not finite, hostile and damaged files, two runs at once."""
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+import train_gpt
+from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
+from test_optim import make_run
+
+
+def tiny_run(monkeypatch, folder, data, **changes):
+    """A run in `folder`, in this process; returns its events."""
+    folder.mkdir(exist_ok=True)
+    settings = {"RUN_ID": "run", "ITERATIONS": 9, "VAL_LOSS_EVERY": 4, **changes}
+    run_here(monkeypatch, folder, *tiny_arguments(data, **settings))
+    return events(folder, settings["RUN_ID"] or "run")
+
+
+def losses(log):
+    """What was computed in each step, without what depends on the clock."""
+    return [(e["event"], e["step"], e.get("train_loss"), e.get("val_loss"), e.get("grad_norm"), e.get("lr"))
+            for e in log if e["event"] in ("train", "val")]
+
+
+def artifacts(folder):
+    return [(folder / name).read_bytes() for name in ("final_model.pt", "final_model.int8.ptz")]
+
+
+def checkpoints(folder):
+    return sorted((folder / "checkpoints").glob("*.pt"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def checkpointed(tmp_path, monkeypatch, data):
+    """The folder of a finished run with checkpoints of steps 3, 6 and 9."""
+    tiny_run(monkeypatch, tmp_path / "whole", data, CHECKPOINT_EVERY=3, KEEP_CHECKPOINTS=9)
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, data, loader, capsys):
+    whole = tiny_run(monkeypatch, tmp_path / "whole", data, LOADER=loader, TRAIN_BATCH_TOKENS=4096)
+    saved = tiny_run(monkeypatch, tmp_path / "saved", data, LOADER=loader, TRAIN_BATCH_TOKENS=4096, CHECKPOINT_EVERY=2,
+                     KEEP_CHECKPOINTS=9, WARMUP_STEPS=0)
+    assert losses(whole) == losses(saved) and artifacts(tmp_path / "whole") == artifacts(tmp_path / "saved")
+    assert [e["step"] for e in saved if e["event"] == "checkpoint"] == [2, 4, 6, 8, 9]
+    for path in checkpoints(tmp_path / "saved"):
+        step, folder = int(path.name.split("_")[1]), tmp_path / path.stem
+        capsys.readouterr()
+        resumed = tiny_run(monkeypatch, folder, data, LOADER=loader, TRAIN_BATCH_TOKENS=4096, RESUME=path)
+        after = [entry for entry in losses(whole) if entry[1] > step or entry[:2] == ("val", step)]
+        done = losses(resumed) if step % 4 == 0 or step == 9 else [e for e in losses(resumed) if e[1] > step]
+        assert done == [entry for entry in after if entry[:2] != ("val", step) or step % 4 == 0 or step == 9]
+        assert artifacts(folder) == artifacts(tmp_path / "whole")
+        assert f"resumed: step:{step} train_time:" in capsys.readouterr().out
+
+
+def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(checkpointed, monkeypatch, data, capsys):
+    wanted = artifacts(checkpointed)
+    three, six, nine = checkpoints(checkpointed)
+    nine.write_bytes(nine.read_bytes()[:-1])
+    damaged = bytearray(six.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    six.write_bytes(damaged)
+    for number, path in enumerate((three, six, nine)):  # writing changed the order
+        os.utime(path, (number, number))
+    log = tiny_run(monkeypatch, checkpointed, data, RESUME="auto", RUN_ID="")
+    out = capsys.readouterr().out
+    assert f"warning: checkpoint {nine.relative_to(checkpointed)} cannot be used: its sha256" in out
+    assert f"warning: checkpoint {six.relative_to(checkpointed)} cannot be used" in out
+    resume = next(e for e in log if e["event"] == "resume")
+    assert (resume["step"], resume["again"]) == (3, 6) and artifacts(checkpointed) == wanted
+    assert "6 steps of the older log are done again" in out
+    with pytest.raises(SystemExit, match=f"checkpoint {nine} cannot be used"):
+        tiny_run(monkeypatch, checkpointed, data, RESUME=nine)
+
+
+def test_without_checkpoints_auto_starts_anew(tmp_path, monkeypatch, data):
+    log = tiny_run(monkeypatch, tmp_path / "new", data, RESUME="auto", CHECKPOINT_EVERY="1000s")
+    assert [e["step"] for e in log if e["event"] == "train"] == list(range(1, 10))
+    assert len(checkpoints(tmp_path / "new")) == 1  # of the end, so that the export can be done again
+    with pytest.raises(SystemExit, match="EXPORT_ONLY=1: RESUME=auto finds nothing"):
+        tiny_run(monkeypatch, tmp_path / "other", data, RESUME="auto", EXPORT_ONLY=1)
+
+
+def test_only_the_newest_of_the_run_are_kept(tmp_path, monkeypatch, data):
+    tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY=2, RUN_ID="one")
+    tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY=2, RUN_ID="two", KEEP_CHECKPOINTS=1)
+    assert [path.name[:12] for path in checkpoints(tmp_path / "a")] == ["one_00000008", "one_00000009", "two_00000009"]
+
+
+def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpointed, tmp_path, monkeypatch, data):
+    path = checkpoints(checkpointed)[0]
+    with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9$"):
+        tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, MATRIX_LR=0.03, BETA2=0.9)
+    with pytest.raises(SystemExit, match="ITERATIONS was 9 and is 12"):
+        tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, ITERATIONS=12)
+    (tmp_path / "other").mkdir()
+    other = make_shards(tmp_path / "other")
+    (other / "tiny_train_000001.bin").unlink()
+    with pytest.raises(SystemExit, match="has training shards of other sizes"):
+        tiny_run(monkeypatch, tmp_path / "b", other, RESUME=path)
+    tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
+             WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
+    assert artifacts(tmp_path / "c") == artifacts(checkpointed)
+
+
+def test_the_clock_goes_on_and_the_export_can_be_done_again(checkpointed, tmp_path, monkeypatch, data):
+    log = tiny_run(monkeypatch, tmp_path / "again", data, RESUME=checkpoints(checkpointed)[-1], EXPORT_ONLY=1)
+    assert artifacts(tmp_path / "again") == artifacts(checkpointed)
+    assert [e["event"] for e in log] == ["config", "resume", "export", "final"] and log[-1]["step"] == 9
+    capped = tiny_run(monkeypatch, tmp_path / "capped", data, MAX_WALLCLOCK_SECONDS=1, ITERATIONS=100000, CHECKPOINT_EVERY=5)
+    last = max(e["train_time_ms"] for e in capped if e["event"] == "train")
+    log = tiny_run(monkeypatch, tmp_path / "capped", data, MAX_WALLCLOCK_SECONDS=1, ITERATIONS=100000, RESUME="auto",
+                   CHECKPOINT_EVERY=5)
+    assert next(e for e in log if e["event"] == "resume")["train_time_ms"] >= last - 1
+    times = [e["train_time_ms"] for e in log if e["event"] == "train"]
+    assert len(times) <= 1 and all(last < time_ms < last + 5000 for time_ms in times)  # the cap was reached
+
+
+def test_another_world_size_goes_on_with_the_same_mathematics(checkpointed, tmp_path, data):
+    result = run_trainer(tmp_path, *tiny_arguments(data, ITERATIONS=9, VAL_LOSS_EVERY=4, RUN_ID="two", OUT_DIR="out",
+                                                   RESUME=checkpoints(checkpointed)[0]), ranks=2)
+    assert result.returncode == 0, result.stderr
+    one, two = losses(events(checkpointed, "run")), losses(events(tmp_path, "two"))
+    assert [entry[:2] for entry in two] == [entry[:2] for entry in one if entry[1] > 3]
+    assert [entry[2] or entry[3] for entry in two] == pytest.approx([e[2] or e[3] for e in one if e[1] > 3], abs=2e-3)
+
+
+def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, data):
+    """Its name has the right digest, so only what it holds can tell."""
+    state = train_gpt.read_checkpoint(checkpoints(checkpointed)[0])
+    name = next(iter(state["tensors"]))
+
+    def refused(change, wanted):
+        content = io.BytesIO()
+        torch.save({**state, **change}, content)
+        path = tmp_path / f"bad_00000003_{sha256(content.getvalue()).hexdigest()[:16]}.pt"
+        path.write_bytes(content.getvalue())
+        with pytest.raises(SystemExit, match=wanted):
+            tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
+
+    refused({"format": 2}, "its format is 2")
+    refused({"tensors": {**state["tensors"], name: torch.zeros(3)}}, f"{name} is not the")
+    refused({"tensors": {**state["tensors"], name: "text"}}, f"{name} is not the")
+    refused({"tensors": {}}, "it lacks, or should not have")
+    refused({"step": "three"}, "is of no run like this one")
+    refused({"config": {}}, "RESUME: .* other settings")
+
+    class Bomb:
+        def __reduce__(self):
+            return (pytest.fail, ("the pickle ran code",))
+
+    refused({"random": Bomb()}, "cannot be used: Weights only load failed")
+
+
+# ---- Signals and two runs at once -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, number, code):
+    arguments = tiny_arguments(data, ITERATIONS=100000, VAL_LOSS_EVERY=0, RUN_ID="run", TRAIN_LOG_EVERY=0)
+    process = subprocess.Popen([sys.executable, str(REPOSITORY / "train_gpt.py"), *arguments], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in process.stdout:
+        if line.startswith("step:10/"):
+            break
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == code and not errors, errors
+    found = train_gpt.re.search(rf"stopped: signal {int(number)} after step:(\d+); RESUME=auto goes on", out)
+    assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
+
+
+def test_a_second_signal_ends_it_at_once_unless_it_is_an_echo(monkeypatch):
+    run, left, clock = make_run(), [], [0.0]
+    monkeypatch.setattr(train_gpt.os, "_exit", left.append)
+    monkeypatch.setattr(train_gpt.time, "monotonic", lambda: clock[0])
+    handlers = {}
+    monkeypatch.setattr(train_gpt.signal, "signal", handlers.__setitem__)
+    train_gpt.catch_signals(run)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    clock[0] = 1.0
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert run.signal == signal.SIGINT and not left
+    clock[0] = 3.0
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert left == [143]
+
+
+def test_two_runs_do_not_share_a_name_or_a_folder(tmp_path, monkeypatch, data):
+    (tmp_path / "logs").mkdir()
+    held = train_gpt.lock(tmp_path / "logs" / "run.lock", "RUN_ID")
+    owner = rf"process {os.getpid()} on {train_gpt.platform.node()} runs with the same"
+    with pytest.raises(SystemExit, match=f"run.lock: {owner} RUN_ID"):
+        tiny_run(monkeypatch, tmp_path, data)
+    assert not (tmp_path / "logs" / "run.txt").exists()
+    held.close()
+    held = train_gpt.lock(tmp_path / ".lock", "OUT_DIR")
+    with pytest.raises(SystemExit, match=f".lock: {owner} OUT_DIR"):
+        tiny_run(monkeypatch, tmp_path, data)
+    held.close()
+    tiny_run(monkeypatch, tmp_path, data)  # what is left of dead processes is in no one's way
+
+
+# ---- Loss and gradients that are not finite -------------------------------------------------------
+
+
+def broken_forward(monkeypatch, calls, value=float("nan")):
+    """Multiplies the loss of the given calls (from 1 on) of the model in training."""
+    count, forward = [0], train_gpt.GPT.forward
+
+    def patched(self, tokens, targets):
+        loss = forward(self, tokens, targets)
+        count[0] += loss.requires_grad
+        return loss * value if loss.requires_grad and count[0] in calls else loss
+
+    monkeypatch.setattr(train_gpt.GPT, "forward", patched)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
+    run = make_run(grad_accum_steps=2, skip_nonfinite=2)
+    tokens = torch.randint(0, 260, (2, 33))
+    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    broken_forward(monkeypatch, {3, 4, 7, 10, 11}, value)
+
+    def step():
+        before = {name: t.clone() for name, t in train_gpt.state_tensors(run).items()}
+        train_gpt.train_step(run, 1.0)
+        run.step += 1
+        after = train_gpt.state_tensors(run)
+        return sum(not torch.equal(before[name], after[name]) for name in before)
+
+    changed = [step() for _ in range(7)]
+    assert changed[2] > 40 and [bool(n) for n in changed] == [True, False, True, False, False, False, False]
+    assert run.faults.tolist() == [1, 3, 4]  # after the third one nothing is touched any more
+    assert all(t.isfinite().all() for t in train_gpt.state_tensors(run).values())
+
+
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loader, capsys):
+    broken_forward(monkeypatch, {8 * 5 + 3})  # the warm-up's step comes first: this is step 5
+    with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite.*tiny_train_00000\d.bin at token \d+") as stop:
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, LOADER=loader)
+    assert "SKIP_NONFINITE=N" in str(stop.value)
+    batch = next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"]
+    stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")), 1)
+    for _ in range(8 * 4):
+        stream.next_batch()
+    read = [token for _ in range(8) for x, y in [stream.next_batch()]
+            for row in (torch.cat((x, y[:, -1:]), 1) if loader == "shuffled" else [torch.cat((x.flatten(), y[-1, -1:]))])
+            for token in row.tolist()]
+    named = [int(token) for name, at, count in batch
+             for token in train_gpt.open_shard(data / name)[at:at + count]]
+    assert named == read
+    state = train_gpt.read_checkpoint(checkpoints(tmp_path)[-1])
+    assert state["step"] == 4 and all(t.isfinite().all() for t in state["tensors"].values())
+
+
+def test_tolerated_steps_are_logged_and_the_run_goes_on(tmp_path, monkeypatch, data):
+    broken_forward(monkeypatch, {8 * 3 + 1, 8 * 6 + 8})
+    log = tiny_run(monkeypatch, tmp_path, data, SKIP_NONFINITE=2)
+    assert [e["step"] for e in log if e["event"] == "nonfinite"] == [3, 6]
+    assert log[-1]["event"] == "final" and np.isfinite(log[-1]["val_loss"])
+
+
+def test_all_ranks_leave_out_the_step_of_one(tmp_path, data):
+    """The second rank alone has a loss that is not finite."""
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
+import pytest, train_gpt, test_faults
+if os.environ["RANK"] == "1":
+    test_faults.broken_forward(pytest.MonkeyPatch(), {{4 * 3 + 1}})
+train_gpt.main()
+""")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py",
+         *tiny_arguments(data, RUN_ID="run", ITERATIONS=5, SKIP_NONFINITE=1)],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    log = events(tmp_path, "run")
+    assert [e["step"] for e in log if e["event"] == "nonfinite"] == [3]
+    assert np.isfinite(log[-1]["val_loss"]) and log[-1]["step"] == 5
+
+
+# ---- Full disks and little memory -----------------------------------------------------------------
+
+
+def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeypatch, data, capsys):
+    real, full = train_gpt.os.fsync, [False]
+
+    def fsync(number):
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(number)
+
+    def check(run, known, checked=train_gpt.check_faults):
+        full[0] = run.step >= 5
+        return checked(run, known)
+
+    monkeypatch.setattr(train_gpt.os, "fsync", fsync)
+    monkeypatch.setattr(train_gpt, "check_faults", check)
+    with pytest.raises(SystemExit, match="No space left.*EXPORT_ONLY=1"):
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2)
+    out = capsys.readouterr().out
+    assert all(f"warning: no checkpoint of step {step}: [Errno 28]" in out for step in (6, 8, 9))
+    assert [path.name[:12] for path in checkpoints(tmp_path)] == ["run_00000002", "run_00000004"]
+    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob("final_model*"))
+    full[0] = False
+    monkeypatch.setattr(train_gpt, "check_faults", check.__defaults__[0])
+    tiny_run(monkeypatch, tmp_path, data, RESUME="auto")
+    tiny_run(monkeypatch, tmp_path / "whole", data)
+    assert artifacts(tmp_path) == artifacts(tmp_path / "whole")
+
+
+def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, data, capsys):
+    class Full(io.StringIO):
+        name = "logs/run.txt"
+
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    opened = train_gpt.RunLog.__init__
+
+    def init(self, *arguments):
+        opened(self, *arguments)
+        self.text = Full()
+
+    monkeypatch.setattr(train_gpt.RunLog, "__init__", init)
+    log = tiny_run(monkeypatch, tmp_path, data)
+    assert log[-1]["event"] == "final"
+    assert "warning: logs/run.txt lacks a line: [Errno 28]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error, wanted", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
+     "Tried to allocate 2.00 GiB.*1 GiB is free.*GRAD_ACCUM_STEPS.*TRAIN_SEQ_LEN.*COMPILE"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+     "tried to allocate 9 bytes.*GRAD_ACCUM_STEPS")])
+def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, wanted):
+    def train(run):
+        raise error
+
+    monkeypatch.setattr(train_gpt, "train", train)
+    with pytest.raises(SystemExit, match="(?s)" + wanted):
+        tiny_run(monkeypatch, tmp_path, data)
+
+
+# ---- Hostile weights ------------------------------------------------------------------------------
+
+
+def artifact_of(config):
+    torch.manual_seed(0)
+    model = train_gpt.GPT(config)
+    return model, train_gpt.quantize(model.state_dict(), config)[0]
+
+
+def write_artifact(path, artifact):
+    content = io.BytesIO()
+    torch.save(artifact, content)
+    path.write_bytes(zlib.compress(content.getvalue(), 9))
+    return path
+
+
+def test_hostile_artifacts_are_refused(tmp_path):
+    config = tiny_config(int8_keep_float_max_numel=100)
+    model, artifact = artifact_of(config)
+    name = "blocks.0.mlp.fc.weight"
+    train_gpt.load_weights(model, write_artifact(tmp_path / "good.ptz", artifact))
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+
+    def refused(wanted, **changes):
+        path = write_artifact(tmp_path / "bad.ptz", {**artifact, **changes})
+        with pytest.raises(ValueError, match=f"bad.ptz cannot be loaded into this model: {wanted}"):
+            train_gpt.load_weights(model, path)
+        assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        scale = artifact["scales"][name].clone()
+        scale[3] = value
+        refused(f"{name} has no sound", scales={**artifact["scales"], name: scale})
+    refused(f"{name} has no sound", scales={**artifact["scales"], name: artifact["scales"][name][:-1]})
+    refused(f"{name} has no sound", quantized={**artifact["quantized"], name: artifact["quantized"][name].float()})
+    refused(f"{name} is not the", quantized={**artifact["quantized"], name: artifact["quantized"][name][:, :-1]})
+    refused("it lacks, or should not have", passthrough={})
+    refused("it lacks, or should not have", passthrough={**artifact["passthrough"], "extra": torch.zeros(1)})
+    key = next(iter(artifact["passthrough"]))
+    for value in (torch.zeros(3), "text", [1.0], None, artifact["passthrough"][key].to(torch.int32)):
+        refused(f"{key} is not the", passthrough={**artifact["passthrough"], key: value})
+    refused("", scales={})
+    refused("", quantized=[1])
+    # A stride of zero promises 10^12 values of one.
+    refused(f"{name} has no sound|{name} is not the",
+            quantized={**artifact["quantized"], name: torch.zeros(1, dtype=torch.int8).expand(10**6, 10**6)})
+
+
+def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
+    """10 GB of zlib in 10 MB, and zip archives whose entries inflate."""
+    code = f"""
+import sys, time, resource
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
+import train_gpt
+from conftest import tiny_config
+model = train_gpt.GPT(tiny_config())
+before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+try:
+    train_gpt.load_weights(model, sys.argv[1])
+except ValueError as error:
+    print(error)
+print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    packer = zlib.compressobj(9)
+    start = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)
+    block = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)  # can be repeated
+    (tmp_path / "bomb.ptz").write_bytes(start + 600 * block)
+    assert (tmp_path / "bomb.ptz").stat().st_size > 9e6
+    torch.save({"x": torch.zeros(10_000_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, \
+            zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
+        for entry in stored.infolist():
+            deflated.writestr(entry.filename, stored.read(entry.filename))
+    (tmp_path / "inside.ptz").write_bytes(zlib.compress((tmp_path / "deflated.pt").read_bytes()))
+    for name, wanted in (("bomb.ptz", "it has more than the"), ("deflated.pt", "packed entries"),
+                         ("inside.ptz", "packed entries"), ("stored.pt", "it has more than the")):
+        result = subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, text=True, check=True)
+        message, figures = result.stdout.strip().rsplit("\n", 1)
+        seconds, mib = map(float, figures.split())
+        assert wanted in message and seconds < 1 and mib < 300, (name, result.stdout)
+
+
+def test_damaged_weights_are_errors_or_what_they_were(tmp_path):
+    """A short form of tests/faults.py, which does 2,000 of them."""
+    random, config = np.random.default_rng(3), tiny_config(int8_keep_float_max_numel=100)
+    model, artifact = artifact_of(config)
+    other = train_gpt.GPT(config)
+    write_artifact(tmp_path / "good.ptz", artifact)
+    torch.save(model.state_dict(), tmp_path / "good.pt")
+    refused = 0
+    for i in range(200):
+        good = tmp_path / ("good.ptz", "good.pt")[i % 2]
+        damaged = bytearray(good.read_bytes())
+        for at in random.integers(0, len(damaged), int(random.integers(1, 4))):
+            damaged[at] = int(random.integers(256))
+        (tmp_path / "bad").write_bytes(damaged)
+        train_gpt.load_weights(other, good)
+        wanted = {name: t.clone() for name, t in other.state_dict().items()}
+        try:
+            train_gpt.load_weights(other, tmp_path / "bad")
+        except ValueError as error:
+            assert "bad cannot be loaded into this model" in str(error)
+            refused += 1
+        assert all(torch.equal(t, wanted[name]) for name, t in other.state_dict().items())
+    assert refused > 150
