@@ -208,7 +208,12 @@ def start_ranks(config: Config) -> Ranks:
         require(local_rank < gpus, f"LOCAL_RANK={local_rank} of {gpus} GPUs: start fewer processes")
         torch.cuda.set_device(local_rank)
     if world_size > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        attempt, keys = values.get("TORCHELASTIC_RESTART_COUNT", "0"), {}
+        if attempt != "0":  # torchrun's store still has the addresses of processes that have ended
+            store = dist.TCPStore(values["MASTER_ADDR"], int(values["MASTER_PORT"]), world_size)
+            store = dist.PrefixStore(attempt, store)
+            keys = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", **keys)
     return Ranks(rank, world_size, torch.device(kind, local_rank if kind == "cuda" else None))
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -1379,8 +1384,8 @@ def main() -> None:
         try:
             export(run, source)
         except OSError as error:
-            raise OSError(f"the export failed: {error}; EXPORT_ONLY=1 RESUME=auto does it again, if "
-                          "CHECKPOINT_EVERY was set") from None
+            raise OSError(f"the export failed: {error}; if CHECKPOINT_EVERY was set, EXPORT_ONLY=1 "
+                          "RESUME=auto does it again") from None
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     except RuntimeError as error:
