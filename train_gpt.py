@@ -339,10 +339,10 @@ def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> 
     mfu = None if peak is None or config.dtype == "float32" else (
         rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
     memory = peak_memory_mib(device)[0]
-    epoch, unique_tokens = run.loader.progress()
+    epoch = run.loader.epochs()
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
                   step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
-                  mem_mib=memory, eta_s=eta, epoch=epoch, unique_tokens=unique_tokens)
+                  mem_mib=memory, eta_s=eta, epoch=epoch)
     run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
                  f"train_time:{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
                  f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} "
@@ -385,7 +385,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
 def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
     """Where rows of `length` tokens and one more start in the sequence of the shards, int64 (N,). A
     row starts with a document; a longer document goes on in the next row, and one that a row's end
-    cuts starts the next row anew, so that all tokens after the first `bos` are read."""
+    cuts starts the next row anew. Less than a row is left out at the end."""
     offsets = np.cumsum([0] + [len(shard) for shard in shards])
     found = [np.flatnonzero(shard == bos) + offset for shard, offset in zip(shards, offsets)]
     total, i, starts = int(offsets[-1]), 0, []
@@ -483,10 +483,18 @@ class TokenLoader:
         inputs, targets = to_ids(batch, self.ranks.device)
         return inputs, targets
 
-    def progress(self) -> tuple[float, int]:
-        """How often the training data were read, and how many different tokens, to within a row."""
-        epochs = self.position / self.epoch_size
-        return epochs, round(min(1.0, epochs) * self.tokens)
+    def epochs(self) -> float:
+        """How often the training data have been read."""
+        return self.position / self.epoch_size
+
+    def unique_tokens(self) -> int:
+        """How many different tokens have been read as inputs; aligned rows can share some."""
+        count, length = min(self.position, self.epoch_size), self.config.train_seq_len
+        if self.config.loader == "sequential" or count == 0:
+            return count
+        order = np.random.default_rng([self.config.seed, 0]).permutation(self.epoch_size)
+        starts = np.sort(np.asarray(self.starts)[order[:count]])
+        return int(np.minimum(np.diff(starts, append=starts[-1] + length), length).sum())
 
 def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
     """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
@@ -561,21 +569,25 @@ def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray
     """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
     path = Path(config.data_path, "manifest.json")
-    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
-        return None
-    tokenizer, split, raw = manifest["tokenizer"], manifest["splits"]["val"], None
-    file = Path(config.tokenizer_path)  # tokenizers known by name have none
+    file, raw = Path(config.tokenizer_path), None  # tokenizers known by name have no file
     digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-    pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
-             ("validation tokens", split["tokens"], token_count),
-             ("bytes of decoded text", split["decoded_bytes"], charged)]
-    if tokenizer["changes_text"]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
+            return None
+        tokenizer, split = manifest["tokenizer"], manifest["splits"]["val"]
+        pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
+                 ("validation tokens", split["tokens"], token_count),
+                 ("bytes of decoded text", split["decoded_bytes"], charged)]
+        original_bytes, changes_text = split["bytes"], tokenizer["changes_text"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+    if changes_text:
         files = sorted(path.parent.glob("*_val_bytes_*.bin"))
         raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
         pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
     original = charged if raw is None else int(raw.sum(dtype=np.int64))
-    for what, wanted, found in (*pairs, ("bytes of original text", split["bytes"], original)):
+    for what, wanted, found in (*pairs, ("bytes of original text", original_bytes, original)):
         require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
                 f"{config.tokenizer_path!r} give {found}: the score would be wrong")
     return None if raw is None else raw[1:]
@@ -1237,12 +1249,12 @@ def train(run: Run) -> None:
             break
         factor, log_every = lr_factor(config, run.step, run.time_ms), config.train_log_every
         log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
-        before = int(run.loader.progress()[0])
+        before = int(run.loader.epochs())
         loss, norm = train_step(run, factor)
         run.step += 1
-        if (epochs := run.loader.progress()[0]) >= before + 1:
+        if run.loader.epochs() >= before + 1:
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
-                     f"{epochs:.3f} of {run.loader.tokens} tokens")
+                     f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
         run.time_ms = 1000 * time.perf_counter() - origin
         ended = run.step >= config.iterations
         if log_this or capped or ended or ranks.device.type == "cpu" or run.step % 10 == 0:
@@ -1272,8 +1284,9 @@ def train(run: Run) -> None:
         text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
     if run.loader:
-        log.line("train_loader:epochs:%.3f unique_tokens:%d" % run.loader.progress()
-                 + f" of {run.loader.tokens}")
+        epochs, unique, tokens = run.loader.epochs(), run.loader.unique_tokens(), run.loader.tokens
+        log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
+        log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
 
 def compile_model(run: Run) -> None:

@@ -21,12 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from prepare import Progress, ShardWriter, Tokenizer, finish, write_dataset, write_vocabulary
+from prepare import TOKENIZER_ERRORS, Progress, ShardWriter, Tokenizer, finish, write_dataset, write_vocabulary
 
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # of llm.c: magic number and version, type of a token
 HEADER_BYTES = 1024
 BLOCK_TOKENS = 1 << 22
-VALIDATION = re.compile(r"(^|[_.-])(val|valid|validation|test)[_.-]")
+SPECIAL_TOKENS = 1024  # at most, with numbers behind the ranks; llama-3 has 256
+SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -41,10 +42,10 @@ def open_tokens(path: Path, headerless: bool) -> np.ndarray:
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except Exception as error:  # its header is Python text, which fails in many ways
             raise ValueError(f"{path} is no .npy file: {error}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path} holds {tokens.dtype} in {tokens.ndim} dimensions, not a row of token ids")
+        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{path} does not hold a row of token ids")
     elif headerless:
         if path.stat().st_size % 2:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, which are no uint16 tokens")
@@ -72,7 +73,10 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
         if not found or not all(p.is_file() for p in found):
             raise ValueError(f"FILE {str(path)!r} is neither a .bin or .npy file nor a folder of them")
         files += found
-    val = [path for path in files if VALIDATION.search(path.name)]
+    if len({path.resolve() for path in files}) < len(files):
+        raise ValueError(f"a FILE is named twice: {', '.join(map(str, files))}")
+    files = [path for path in files if "_val_bytes_" not in path.name]  # a sidecar of ours holds no tokens
+    val = [path for path in files if SPLIT_NAME.findall(path.name)[-1:] not in ([], ["train"])]
     if not val:
         raise ValueError(f"none of {', '.join(path.name for path in files[:5])} has val or test in its name; "
                          f"the validation split has to be a file of its own")
@@ -88,7 +92,7 @@ def read_vocabulary(spec: str) -> tuple[int | None, list[bytes]] | None:
             with path.open("rb") as file:
                 itos = PlainUnpickler(file).load()["itos"]
             return -1, [itos[i].encode("utf-8") for i in range(len(itos))]
-        except (pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError) as error:
+        except Exception as error:  # a damaged pickle fails in many ways
             raise ValueError(f"--tokenizer {spec!r} is no meta.pkl of nanoGPT: {error!r}") from None
     if path.suffix not in (".model", ".tiktoken") or not path.is_file():
         return None
@@ -109,7 +113,10 @@ def blocks(arrays: list[np.ndarray], used: np.ndarray | None) -> Iterator[np.nda
 
 
 def documents(parts: Iterator[np.ndarray], bos: int) -> Iterator[np.ndarray]:
-    """The tokens from each BOS to the next; the parts as they are if there is no such token."""
+    """The tokens from each BOS to the next; the parts as they are where the vocabulary has none."""
+    if bos < 0:
+        yield from parts
+        return
     rest = np.zeros(0, dtype=np.uint16)
     for part in parts:
         joined = np.concatenate((rest, part))
@@ -149,12 +156,15 @@ def open_vocabulary(spec: str, arrays: dict[str, list[np.ndarray]]) -> tuple[int
     if vocabulary is None:
         try:
             tokenizer = Tokenizer(spec)
-        except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        except TOKENIZER_ERRORS as error:
             raise ValueError(f"--tokenizer {spec!r} cannot be used: {error!r}") from None
         return tokenizer.vocab_size, tokenizer.bos, None
     bos, tokens = vocabulary
     if bos is None:  # special tokens have no ranks, but numbers behind them; the first of a file starts its document
         first, largest = int(arrays["val"][0][0]), max(int(array.max()) for array in sum(arrays.values(), []))
+        if largest >= len(tokens) + SPECIAL_TOKENS:
+            raise ValueError(f"token {largest} occurs, but --tokenizer {spec!r} has {len(tokens)} ranks: these tokens "
+                             f"are of another vocabulary")
         bos = first if first >= len(tokens) else -1
         tokens += [b""] * (largest + 1 - len(tokens))
     return len(tokens), bos, tokens

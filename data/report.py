@@ -120,10 +120,12 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def open_shards(folder: Path, part: str, manifest, problems: list[str]) -> dict[str, np.ndarray]:
-    """The split's readable shards by file name, in the order of names; problems are added to the list."""
-    entries = look(manifest, "splits", part, "shards")
+    """The readable shards of train, val or val_bytes by file name, in the order of names; problems are added to the
+    list."""
+    entries = look(manifest, "splits", part.removesuffix("_bytes"), "bytes_shards" if "_" in part else "shards")
     entries = entries if isinstance(entries, list) else []
     digests = {str(look(entry, "file")): look(entry, "sha256") for entry in entries}
+    sizes = {str(look(entry, "file")): look(entry, "tokens") for entry in entries}
     paths = {path.name: path for path in sorted(folder.glob(f"*_{part}_[0-9]*.bin"))}
     problems += [f"{name} is listed in manifest.json, but is not there" for name in digests if name not in paths]
     sets, shards = sorted({name.rsplit(f"_{part}_", 1)[0] for name in paths}), {}
@@ -135,6 +137,8 @@ def open_shards(folder: Path, part: str, manifest, problems: list[str]) -> dict[
             with path.open("rb") as file:
                 if digests.get(name) and hashlib.file_digest(file, "sha256").hexdigest() != digests[name]:
                     problems.append(f"{name} does not have the sha256 of manifest.json")
+            if name in sizes and sizes[name] not in (None, len(shards[name])):
+                problems.append(f"{name} has {len(shards[name]):,} tokens, but manifest.json says {sizes[name]!r}")
         except (OSError, ValueError) as error:
             problems.append(f"{name} is damaged and left out: {error}")
     return shards
@@ -191,9 +195,9 @@ def find_repeats(split: Split) -> tuple[int, int, int]:
     return len(np.unique(split.digests[copies])), len(copies), int(split.lengths[copies].sum())
 
 
-def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, problems: list[str]) -> None:
+def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, sidecar: np.ndarray, problems: list[str]) -> None:
     """Adds a problem for each number that prepare.py's `manifest`, if it is not None, has otherwise or does not have;
-    and one if documents of val are also in train."""
+    and one if documents of val are also in train. `sidecar`: the bytes of original text of each token, uint16."""
     for part, split in splits.items() if manifest else ():
         found = {"documents": len(split.starts), "tokens": int(split.counts.sum())}
         if part == "val" or vocabulary.kind != "sentencepiece":  # it may change text: train's bytes are the original's
@@ -201,6 +205,18 @@ def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, problems: 
         said = {key: look(manifest, "splits", part, key) for key in found}
         problems += [f"{part} has {value:,} {key}, but manifest.json says {said[key]!r}"
                      for key, value in found.items() if said[key] != value]
+    tokenizer, digest = look(manifest, "tokenizer"), None
+    if manifest and Path(vocabulary.spec).is_file():
+        digest = hashlib.sha256(Path(vocabulary.spec).read_bytes()).hexdigest()
+    for key, value in (("vocab_size", vocabulary.size), ("sha256", digest)) if manifest else ():
+        if look(tokenizer, key) != value:
+            problems.append(f"the tokenizer's {key} is {value}, but manifest.json says {look(tokenizer, key)!r}")
+    if look(tokenizer, "changes_text") and "val" in splits:  # then a sidecar has the bytes of the original text
+        found = [len(sidecar), int(sidecar.sum(dtype=np.int64))]
+        said = look(manifest, "splits", "val") or {}
+        if found != [said.get("tokens"), said.get("bytes")]:
+            problems.append(f"*_val_bytes_*.bin has {found[0]:,} entries with {found[1]:,} bytes in all, but "
+                            f"manifest.json says {said.get('tokens')!r} and {said.get('bytes')!r}")
     if len(splits) == 2:
         val, known = splits["val"], np.sort(splits["train"].digests)
         places = np.searchsorted(known, val.digests).clip(max=len(known) - 1)
@@ -293,7 +309,8 @@ def report(folder: Path, given: str | None, samples: int) -> tuple[list[str], li
             if opened:
                 splits[part] = scan(opened, vocabulary, problems, progress)
     ours = manifest if look(manifest, "made_by") in MAKERS else None  # the counts of others may mean something else
-    check(splits, vocabulary, ours, problems)
+    sidecar = [np.zeros(0, np.uint16), *open_shards(folder, "val_bytes", manifest, problems).values()]
+    check(splits, vocabulary, ours, np.concatenate(sidecar), problems)
     compared = "compared" if ours else "of another maker, only sha256 are compared" if manifest else "none"
     lines = [f"data set: {folder.resolve().name}", f"manifest.json: {compared}",
              f"tokenizer: {vocabulary.spec}, {vocabulary.kind}, {vocabulary.size:,} tokens, BOS {vocabulary.bos}"]

@@ -36,6 +36,12 @@ def corpus(tmp_path_factory):
     write_jsonl(folder / "train.jsonl", texts)
     write_jsonl(folder / "val.jsonl", TRAPS)
     write_jsonl(folder / "marked.jsonl", [*TRAPS, MARKED])
+    rules = folder / "rules.tsv"
+    rules.write_text("61\t62\n62\t63\n6F\t20\n")
+    without_spaces = [text.replace(" ", "") for text in texts]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(without_spaces), model_prefix=str(folder / "without_spaces"), minloglevel=2, pad_id=0,
+        vocab_size=300, byte_fallback=True, bos_id=1, eos_id=2, unk_id=3, model_type="bpe", add_dummy_prefix=False)
     for name, more in {
         "normalising": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=False),
         "dummy_prefix": dict(normalization_rule_name="nmt_nfkc", add_dummy_prefix=True),
@@ -44,6 +50,8 @@ def corpus(tmp_path_factory):
         "defaults": dict(byte_fallback=False, vocab_size=80, unk_id=0, bos_id=1, eos_id=2, pad_id=-1),
         "kept": dict(normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False),
         "crossing": dict(add_dummy_prefix=False, split_by_whitespace=False, vocab_size=400),
+        # It normalises otherwise what it has normalised before: a to b, b to c.
+        "shifting": dict(add_dummy_prefix=False, normalization_rule_tsv=str(rules)),
         "unigram": dict(add_dummy_prefix=False, model_type="unigram", vocab_size=300),
     }.items():
         settings = dict(vocab_size=320, byte_fallback=True, pad_id=0, bos_id=1, eos_id=2, unk_id=3)
@@ -127,10 +135,11 @@ def test_the_sidecar_gives_each_token_its_own_bytes(corpus, tmp_path, monkeypatc
     assert model.decode(tokens[second + 1:extra[0]].tolist()).strip() == "it was"
 
 
-@pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults", "kept", "crossing", "unigram"])
+@pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults", "kept", "crossing",
+                                   "unigram", "shifting", "without_spaces"])
 def test_words_that_are_encoded_once_become_what_sentencepiece_makes_of_them(corpus, model, monkeypatch):
     """Traps, and random documents whose words come again and again, with a cache that overflows at times."""
-    monkeypatch.setattr(prepare, "KNOWN_WORDS", 60)
+    monkeypatch.setattr(prepare, "KNOWN_CHARACTERS", 300)
     tokenizer, random = prepare.Tokenizer(str(corpus / f"{model}.model")), np.random.default_rng(3)
     parts = [*WORDS, *"aeiouxyz.,;!?09", "\u2581", "  ", "\n", "½", "ö", "o\u0308", "日本", "\ufffd", "👩‍👩‍👧", "\u00a0", "a\u0300\u0323"]
     documents = [*TRAPS, *("".join(random.choice(parts, 30)) for _ in range(300)),
@@ -140,7 +149,19 @@ def test_words_that_are_encoded_once_become_what_sentencepiece_makes_of_them(cor
         known = len(tokenizer.words.ids)
         assert tokenizer.encode(text).tolist() == tokenizer.model.encode(text), text
         learnt += len(tokenizer.words.ids) > known
-    assert (learnt > 20) == (model in ("normalising", "no_fallback", "kept"))
+        assert tokenizer.words.size <= 300 and len(tokenizer.words.ids) <= 300
+    assert (learnt > 20) == (model in ("normalising", "no_fallback", "kept")) or model in ("shifting", "without_spaces")
+
+
+def test_a_document_that_is_encoded_otherwise_stops_everything(corpus, monkeypatch):
+    """One of each batch is compared with what SentencePiece makes of it."""
+    monkeypatch.setattr(prepare.WordCache, "encode", lambda self, text: np.array([5, 6, 7], dtype=np.uint16))
+    monkeypatch.setattr(prepare, "WORKER", {"tokenizer": prepare.Tokenizer(str(corpus / "kept.model")),
+                                            "split": prepare.Split(None, 0.0)})
+    batch = prepare.Batch("x.txt", 0, False)
+    batch.add(b"it was the best of times")
+    with pytest.raises(AssertionError, match="as SentencePiece encodes them"):
+        prepare.encode_batch(batch, 0, False)
 
 
 def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):

@@ -74,7 +74,9 @@ def test_a_token_at_the_end_of_documents_moves_to_their_start(tmp_path, monkeypa
     source, out = tmp_path / "source", tmp_path / "set"
     source.mkdir()
     for split, texts in (("train", TEXTS * 9), ("val", TEXTS)):
-        (source / f"{split}.bin").write_bytes(np.array([*byte_stream(texts)[1:], 1], dtype="<u2").tobytes())
+        tokens = np.array([*byte_stream(texts)[1:], 1], dtype="<u2")
+        (source / f"{split}_0.bin").write_bytes(tokens[:20].tobytes())
+        (source / f"{split}_1.bin").write_bytes(tokens[20:].tobytes())
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
     _, config, (_, _, tokens, _, _) = load(out)
     assert tokens.tolist() == byte_stream(TEXTS) and shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 9)
@@ -142,6 +144,28 @@ def test_llama_tokens_are_numbered_anew_where_they_do_not_fit(tmp_path, monkeypa
     assert [used[i] if renumbered else i for i in shard_tokens(config, "train")] == streams["train"]
 
 
+def test_tokens_of_another_vocabulary_than_the_ranks_are_refused(tmp_path, monkeypatch):
+    """Tokens without a rank are special and have no bytes, but there are not many of them."""
+    (tmp_path / "some.tiktoken").write_bytes(b"".join(base64.b64encode(b"%d" % i) + b" %d\n" % i for i in range(100)))
+    for largest, wanted in ((1124, "token 1124 occurs.*has 100 ranks"), (2**32 - 1, "token 4294967295 occurs")):
+        write_bin(tmp_path / "s_val.bin", [5, 6, largest], 20240801, 7, "<u4")
+        with pytest.raises(SystemExit, match=wanted):
+            convert_to(monkeypatch, tmp_path / "set", tmp_path / "s_val.bin", "--tokenizer", tmp_path / "some.tiktoken")
+
+
+def test_the_last_split_in_a_name_counts_and_sidecars_are_no_tokens(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_bin(source / "my_val_set_train_000000.bin", byte_stream(TEXTS, 9))
+    write_bin(source / "my_val_set_val_000000.bin", byte_stream(TEXTS))
+    write_bin(source / "my_val_set_val_bytes_000000.bin", [3] * 50)
+    convert_to(monkeypatch, tmp_path / "set", source, "--tokenizer", "byte260")
+    manifest, _, _ = load(tmp_path / "set")
+    assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [45, 5]
+    with pytest.raises(SystemExit, match="named twice"):
+        convert_to(monkeypatch, tmp_path / "set", source, source / "my_val_set_val_000000.bin", "--tokenizer", "byte260")
+
+
 def test_gpt2_tokens(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     try:
@@ -178,7 +202,7 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
         ((tmp_path / "val_odd.bin", "--tokenizer", "byte260", "--headerless"), "val_odd.bin has 3 bytes"),
         ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin holds no tokens"),
         ((tmp_path / "val.npy", "--tokenizer", "byte260"), "val.npy is no .npy file"),
-        ((tmp_path / "val_float.npy", "--tokenizer", "byte260"), "float64 in 1 dimensions"),
+        ((tmp_path / "val_float.npy", "--tokenizer", "byte260"), "val_float.npy does not hold a row of token ids"),
         ((tmp_path / "val_object.npy", "--tokenizer", "byte260"), "val_object.npy is no .npy file"),
         ((tmp_path / "val_negative.npy", "--tokenizer", "byte260"), "holds token -2"),
         ((tmp_path / "val_short.bin", "--tokenizer", "byte260"), "val_short.bin is damaged: .* promises 4 tokens"),

@@ -140,12 +140,20 @@ def test_aligned_rows_start_with_documents_and_lose_no_token(tmp_path):
     starts = loaders(config, 1)[0].starts.tolist()
     first = 7 + np.cumsum([0, *sizes])
     documents, seen, previous = set(first.tolist()), np.zeros(len(stream), bool), None
+    lengths = dict(zip(first.tolist(), sizes))
     for start in starts:
         if start not in documents:  # then it goes on with a document that filled the row before
             assert start == previous + 32 and not documents & set(range(previous + 1, start + 1))
         seen[start:start + 33], previous = True, start
     assert starts[0] == 7 and len(set(starts)) == len(starts) and seen[7:max(starts) + 33].all()
-    assert max(starts) + 33 <= len(stream) < max(starts) + 33 + 32 + 200
+    assert 0 <= len(stream) - (max(starts) + 33) < 33
+    assert all(document not in documents or document + size > previous + 32  # only what was cut comes again
+               for previous, document in zip(starts, starts[1:]) for size in [lengths.get(document, 0)])
+    loader = loaders(config, 1)[0]
+    for count in (1, 5, 20, len(starts)):
+        chosen = {at for row in loader.order[1][:count] for at in range(starts[row], starts[row] + 32)}
+        loader.position = count
+        assert loader.unique_tokens() == len(chosen)
     whole = [(at, size) for at, size in zip(first, sizes) if size <= 32 and at + size <= max(starts)]
     assert len(whole) > 40  # documents that fit into a row are whole in one
     assert all(any(s <= at and at + size <= s + 33 for s in starts) for at, size in whole)
@@ -180,12 +188,13 @@ def test_the_position_is_the_whole_state(tmp_path, loader):
 def test_epochs_and_unique_tokens(tmp_path, loader, unit):
     config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
-    assert stream.progress() == (0, 0) and stream.epoch_size == unit
+    assert stream.epochs() == stream.unique_tokens() == 0 and stream.epoch_size == unit
     stream.next_batch()
     read = 129 if loader == "sequential" else 4 * 32
-    assert stream.progress() == pytest.approx((read / 4317, read), rel=0.01)
+    assert stream.unique_tokens() == read and stream.epochs() == pytest.approx(read / 4317, rel=0.01)
     stream.position = 3 * unit
-    assert stream.progress() == (3, 4317) and stream.tokens == len(tokens) == 4317
+    assert stream.epochs() == 3 and stream.tokens == len(tokens) == 4317
+    assert stream.unique_tokens() == (4317 if loader == "sequential" else 134 * 32)
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):

@@ -251,6 +251,22 @@ def test_default_places_and_a_second_run_fetches_only_what_is_new(hub, tmp_path)
     assert "6,000 val and 0 train tokens" in third.out and "3 more .bin files" in third.out
 
 
+def test_shards_of_another_set_in_out_are_refused(hub, tmp_path):
+    """train_gpt.py would read them too; more shards of the same set are welcome."""
+    files = {f"fineweb_{name}.bin": hub.shard(500 + i, i)
+             for i, name in enumerate(("val_000000", "train_000001", "train_000002", "train_000003"))}
+    hub.repositories[GPT2] = files
+    arguments, out = ("--variant", "gpt2", "--out", tmp_path / "out", "--train-shards"), tmp_path / "out"
+    assert hub.run(*arguments, "3").returncode == 0 and hub.run(*arguments, "1").returncode == 0
+    (out / "fineweb_train_000003.bin").unlink()
+    (out / "fineweb_train_000003.bin").write_bytes(files["fineweb_train_000002.bin"])
+    process = hub.run(*arguments, "1")
+    assert process.returncode and "fineweb_train_000003.bin is no shard of --variant gpt2" in process.err
+    (out / "fineweb_train_000003.bin").rename(out / "mine_train_000000.bin")
+    process = hub.run(*arguments, "1")
+    assert process.returncode and "mine_train_000000.bin is no shard of --variant gpt2" in process.err
+
+
 def test_repository_without_manifest(hub, tmp_path):
     files = {f"fineweb_{name}.bin": hub.shard(500 + i, i)
              for i, name in enumerate(("val_000000", "train_000001", "train_000002", "train_000003"))}

@@ -129,7 +129,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
     run.log = log
-    run.loader = types.SimpleNamespace(progress=lambda: (0.5, 1), tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda: 0.5, unique_tokens=lambda: 1, tokens=2)
     train_gpt.train(run)
     total = 0.0
     steps = run.step

@@ -4,6 +4,10 @@ import gzip
 import hashlib
 import json
 import lzma
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import prepare
 import pytest
@@ -135,9 +139,11 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
         ((source, "--tokenizer", tmp_path / "none.model"), "none.model"),
         ((source, "--tokenizer", tmp_path / "bad.model"), "bad.model' cannot be used"),
         ((source, "--tokenizer", tmp_path / "bad.json"), "bad.json' cannot be used"),
+        ((source, "--tokenizer", "byte260", "--val-docs", -5), "has to be a validation split"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-fraction", 0.1), "exclude one another"),
         ((source, "--tokenizer", "byte260", "--val-docs", 4), "none of the 4 documents .* train split"),
         ((source, "--tokenizer", "byte260", "--val-docs", 2), "1 or more training documents are also"),
-        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "exclude each other"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "exclude one another"),
         (("--tokenizer", "byte260"), "name a SOURCE"),
     ):
         with pytest.raises(SystemExit, match=wanted):
@@ -211,6 +217,8 @@ def test_names_with_split_names_in_them(tmp_path, monkeypatch):
     for name in ("my_val_set", "my_train_set"):
         make(monkeypatch, tmp_path / name, source, "--tokenizer", "byte260", "--val-docs", 3)
         assert len(documents(tmp_path / name, "val")) == 3
+    with pytest.raises(SystemExit, match="looks like a shard's"):
+        make(monkeypatch, tmp_path / "my_val_2024", source, "--tokenizer", "byte260", "--val-docs", 3)
 
 
 def test_a_link_to_another_disk_is_followed(tmp_path, monkeypatch):
@@ -256,12 +264,48 @@ def test_published_documents_bring_their_split_and_their_hash(tmp_path, monkeypa
 
 
 def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
-    texts, out = ["a", "b", "long text " * 9, "c", "a", "d", "b", "e"], tmp_path / "out"
+    filler = ["long text " * 30 + str(i) for i in range(4)]  # so that every document is in a batch of its own
+    texts, out = ["a", "b", filler[0], "c", filler[1], "a", filler[2], "d", "b", filler[3], "e"], tmp_path / "out"
     source = publish(tmp_path, texts)
     with pytest.raises(SystemExit, match="training documents are also validation documents.*--drop-shared"):
         make(monkeypatch, out, source, "--tokenizer", "byte260")
     manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared")
-    assert documents(out, "val") == texts[:3] and documents(out, "train") == ["c", "d", "e"]
+    kept = ["c", filler[1], filler[2], "d", filler[3], "e"]
+    assert documents(out, "val") == texts[:3] and documents(out, "train") == kept
     train = manifest["splits"]["train"]
-    assert (train["documents"], train["bytes"], train["dropped_documents"]) == (3, 3, 2)
+    assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, sum(map(len, kept)), 2)
     assert "2 training documents were left out" in capsys.readouterr().out
+    val = write_jsonl(tmp_path / "val.jsonl", ["d", "x"])
+    make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared", "--val-file", val)
+    assert documents(out, "val") == ["d", "x"] and documents(out, "train") == [text for text in texts if text != "d"]
+
+
+def test_sidecars_in_folders_are_found_too(tmp_path, monkeypatch, capsys):
+    source = publish(tmp_path, [f"text {i}" for i in range(40)], docs_sha256="0" * 64)
+    with pytest.raises(SystemExit, match="docs_selected.jsonl has sha256"):
+        make(monkeypatch, tmp_path / "out", tmp_path, "--tokenizer", "byte260")
+    other = write_jsonl(tmp_path / "mine.jsonl", ["mine"])
+    publish(tmp_path, [f"text {i}" for i in range(40)])
+    make(monkeypatch, tmp_path / "out", other, source, "--tokenizer", "byte260", "--val-docs", 3)
+    assert "not the published split" in capsys.readouterr().out  # the first document is another one
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    """However it ends: here it is killed while they have a document that takes a while."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["some words and more of them " * 300] * 3000)
+    command = [sys.executable, str(REPOSITORY / "data" / "prepare.py"), str(source), "--tokenizer", "gpt9",
+               "--val-docs", "1", "--workers", "2", "--out", str(tmp_path / "out")]
+    command[command.index("gpt9")] = "byte260"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path("/proc", str(process.pid), "task", str(process.pid), "children")
+    if not children.parent.exists():
+        process.kill()
+        pytest.skip("there is no /proc here to look for processes")
+    workers, end = [], time.monotonic() + 30
+    while len(workers) < 2 and time.monotonic() < end:
+        workers = children.read_text().split()
+    process.kill()
+    process.wait()
+    while any(Path("/proc", worker).exists() for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(Path("/proc", worker).exists() for worker in workers)

@@ -137,9 +137,9 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, show):
 
 def test_the_manifest_is_compared(tmp_path, show):
     folder = byte_set(tmp_path / "a", [ids("one"), ids("two", "three")], [ids("four")])
-    good = {"made_by": prepare.MADE_BY, "tokenizer": {"name": "byte260"}, "splits": {
+    good = {"made_by": prepare.MADE_BY, "tokenizer": {"name": "byte260", "vocab_size": 260, "sha256": None}, "splits": {
         "train": {"documents": 3, "tokens": 14, "bytes": 11, "shards": [
-            {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            {"file": path.name, "tokens": path.stat().st_size // 2 - 512, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for path in sorted(folder.glob("*_train_*"))]},
         "val": {"documents": 1, "tokens": 5, "bytes": 4, "decoded_bytes": 4}}}
 
@@ -157,6 +157,17 @@ def test_the_manifest_is_compared(tmp_path, show):
         return "\n".join(problems(page))
 
     assert say() == ""
+    assert "the tokenizer's vocab_size is 260, but manifest.json says 261" in say(tokenizer__vocab_size=261)
+    assert "the tokenizer's sha256 is None, but manifest.json says 'ab'" in say(tokenizer__sha256="ab")
+    assert "x_train_000000.bin has 4 tokens, but manifest.json says 5" in say(splits__train__shards__0__tokens=5)
+    changes = dict(tokenizer__changes_text=True, splits__val__bytes=7)
+    assert "*_val_bytes_*.bin has 0 entries with 0 bytes in all, but manifest.json says 5 and 7" in say(**changes)
+    write_shard(folder / "x_val_bytes_000000.bin", [0, 1, 4, 1, 1])
+    assert say(**changes) == "" and "with 7 bytes in all, but" in say(**{**changes, "splits__val__bytes": 8})
+    entry = [{"file": "x_val_bytes_000000.bin", "tokens": 5, "sha256": "ab"}]
+    assert "x_val_bytes_000000.bin does not have the sha256" in say(**changes, splits__val__bytes_shards=entry)
+    (folder / "x_val_bytes_000000.bin").unlink()
+    assert "x_val_bytes_000000.bin is listed in manifest.json, but is not there" in say(splits__val__bytes_shards=entry)
     for part, key, found in (("train", "documents", 3), ("train", "tokens", 14), ("train", "bytes", 11),
                              ("val", "documents", 1), ("val", "tokens", 5), ("val", "decoded_bytes", 4)):
         for said in (9, None, "9"):

@@ -65,7 +65,7 @@ def test_events_are_unrounded_and_complete(finished):
     folder, _, result = finished
     seen = events(folder, "run")
     assert [event["event"] for event in seen] == [
-        "config", "val", "train", "train", "val", "train", "train", "val", "export", "final"]
+        "config", "val", "train", "train", "val", "train", "train", "val", "data", "export", "final"]
     config = seen[0]
     assert config["overrides"]["NUM_LAYERS"] == ["2", "argument"] and "SEED" not in config["overrides"]
     assert config["config"]["DTYPE"] == "float32" and config["config"]["GRAD_ACCUM_STEPS"] == 8
@@ -75,7 +75,8 @@ def test_events_are_unrounded_and_complete(finished):
     assert [f"{final[key]:.8f}" for key in ("val_loss", "val_bpb")] == list(exact.groups())
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
-    assert seen[6]["epoch"] == pytest.approx(4128 / 14000) and seen[6]["unique_tokens"] == 4128
+    assert seen[6]["epoch"] == pytest.approx(4128 / 14000)
+    assert seen[8] == {"event": "data", "epochs": seen[6]["epoch"], "unique_tokens": 4128, "tokens": 14000}
 
 
 @pytest.mark.parametrize("loader, wraps", [("sequential", [2, 4]), ("shuffled", [2, 4])])
@@ -85,7 +86,8 @@ def test_each_wrap_around_is_one_line(tmp_path, monkeypatch, capsys, loader, wra
         make_shards(tmp_path), LOADER=loader, TRAIN_BATCH_TOKENS=8192, WARMUP_STEPS=3, RUN_ID="run"))
     out = capsys.readouterr().out
     found = [int(n) for n in re.findall(r"^train_loader:wrap_around step:(\d)/4 epoch:\d\.\d{3} of 14000", out, re.M)]
-    assert found == wraps and re.search(r"^train_loader:epochs:2\.3.. unique_tokens:14000 of 14000$", out, re.M)
+    unique = 14000 if loader == "sequential" else 437 * 32
+    assert found == wraps and re.search(rf"^train_loader:epochs:2\.3.. unique_tokens:{unique} of 14000$", out, re.M)
     assert f"train_shards:2 tokens:14000 loader:{loader} align_bos:False" in out
 
 
