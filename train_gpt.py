@@ -1040,6 +1040,8 @@ def read_checkpoint(path: Path) -> dict:
                 "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
         state = read_archive(data)
         require(state["format"] == 1, f"its format is {state['format']}, not 1")
+        require(isinstance(state["config"], dict) and isinstance(state["tensors"], dict)
+                and isinstance(state["shards"], list), "it is no checkpoint")
         return state
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
@@ -1064,7 +1066,7 @@ def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | No
 
 def check_settings(run: "Run", state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
-    now, then = asdict(run.config), {**state["config"], "": 0}
+    now, then = asdict(run.config), state["config"]
     changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in now
                if name not in HARMLESS and then.get(name) != now[name]]
     if run.loader and state["shards"] != run.loader.ends.tolist():

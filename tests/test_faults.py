@@ -163,6 +163,9 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
     refused({"tensors": {}}, "it lacks, or should not have")
     refused({"step": "three"}, "is of no run like this one")
     refused({"config": {}}, "RESUME: .* other settings")
+    refused({"config": 3}, "cannot be used: it is no checkpoint")
+    refused({"shards": None}, "cannot be used: it is no checkpoint")
+    refused({"tensors": [1]}, "cannot be used: it is no checkpoint")
 
     class Bomb:
         def __reduce__(self):
