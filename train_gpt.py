@@ -454,10 +454,11 @@ class TokenLoader:
             yield position, count
         for row in range(position, position + count) if self.config.loader == "shuffled" else ():
             epoch, place = divmod(row, self.epoch_size)
-            if self.order[0] != epoch:
+            order = self.order  # of one epoch; the other thread may put another in its place
+            if order[0] != epoch:
                 random = np.random.default_rng([self.config.seed, epoch])
-                self.order = (epoch, random.permutation(self.epoch_size))
-            yield int(self.starts[self.order[1][place]]), self.config.train_seq_len + 1
+                order = self.order = (epoch, random.permutation(self.epoch_size))
+            yield int(self.starts[order[1][place]]), self.config.train_seq_len + 1
 
     def batch_of(self, step: int) -> list[list]:
         """Shard, place in it and length of all that is read in `step`, by all ranks."""
@@ -477,8 +478,9 @@ class TokenLoader:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-step, both (B, T) int64 on the device."""
         following = self.position + self.ranks.world_size * self.span
-        for position in {self.position, following} - self.ahead.keys():
-            self.ahead[position] = self.thread.submit(self.read_batch, position)
+        for position in (self.position, following):
+            if position not in self.ahead:
+                self.ahead[position] = self.thread.submit(self.read_batch, position)
         batch, self.position = self.ahead.pop(self.position).result(), following
         inputs, targets = to_ids(batch, self.ranks.device)
         return inputs, targets
@@ -966,7 +968,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes under a temporary name and renames, so that `path` is never half a file, even after a
-    loss of power. OSError: nothing was written."""
+    loss of power. OSError: nothing was written, and how to go on."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -974,9 +976,10 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(f"{path} could not be written: {error}; if CHECKPOINT_EVERY is set, "
+                      "RESUME=auto goes on from the latest checkpoint") from None
 
 def export(run: "Run", source: str) -> None:
     """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
@@ -1182,7 +1185,7 @@ class Run:
     faults: Tensor | None = None  # steps that were left out, then -1; int64 (SKIP_NONFINITE + 1,)
     step: int = 0  # steps done
     time_ms: float = 0.0  # on the training clock
-    signal: int = 0  # that asked the run to stop
+    signal: int = 0  # that asks this process to stop
     writer: Thread | None = None  # of the latest checkpoint
     checkpoint: tuple[dict, Path] | None = None  # to go on from
 
@@ -1231,13 +1234,14 @@ def warm_up(run: Run) -> None:
     build_optimizers(run)
     run.loader.position = 0
 
-def train(run: Run) -> None:
-    """Trains until ITERATIONS, the cap of the wall clock or a signal. The training clock is the
-    time since `origin`, which validations move by what they take."""
+def train(run: Run) -> int:
+    """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
+    0. The training clock is the time since `origin`, which validations move by what they take."""
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
     stopped, capped, asked, mean_loss = False, config.max_wallclock_seconds > 0, 0, math.nan
-    since, faults, saved = (run.step, run.time_ms), 0, (run.step, time.monotonic())
-    origin = ranks.now_ms() - run.time_ms
+    since, faults, origin = (run.step, run.time_ms), 0, ranks.now_ms() - run.time_ms
+    amount, by_time = float(every.rstrip("s")), every.endswith("s")
+    saved = time.monotonic() if by_time else run.step
     while True:
         last = stopped or run.step >= config.iterations
         if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
@@ -1273,15 +1277,13 @@ def train(run: Run) -> None:
             since = (run.step, run.time_ms)
         log.progress(f"step {run.step}/{config.iterations} loss {mean_loss:.4f} "
                      f"eta {eta / 60:.1f}m")
-        due = every != "0" and (stopped or ended or (
-            time.monotonic() - saved[1] >= float(every[:-1]) if every.endswith("s")
-            else run.step - saved[0] >= int(every)))
-        if due or asked:
+        now = time.monotonic() if by_time else run.step
+        if asked or (amount and (stopped or ended or now - saved >= amount)):
             save_checkpoint(run)
-            saved = (run.step, time.monotonic())
+            saved = now
         if asked:
-            run.signal = int(asked)
-            return
+            log.line(f"stopped: signal {asked:.0f} after step:{run.step}; RESUME=auto goes on")
+            return int(asked)
     if run.step < config.iterations:
         text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
@@ -1290,6 +1292,7 @@ def train(run: Run) -> None:
         log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
         log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
+    return 0
 
 def compile_model(run: Run) -> None:
     """Compiles the model, or warns and leaves it as it is where the compiler does not work."""
@@ -1381,7 +1384,7 @@ def main() -> None:
             default, unit = int(f.default) if f.type is bool else f.default, f.metadata["unit"]
             print(f"{f.name.upper()}={default}\n    {f.metadata['help']}", f"[{unit}]" * bool(unit))
         return
-    source, name = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name
+    source, name, asked = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name, 0
     try:
         run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
         catch_signals(run)
@@ -1390,17 +1393,9 @@ def main() -> None:
         if run.checkpoint:
             restore(run, *run.checkpoint)
         if not run.config.export_only:
-            train(run)
-        if run.signal:
-            if run.writer:
-                run.writer.join()
-            run.log.line(f"stopped: signal {run.signal} after step:{run.step}; RESUME=auto goes on")
-            sys.exit(128 + run.signal)
-        try:
+            asked = train(run)
+        if not asked:
             export(run, source)
-        except OSError as error:
-            raise OSError(f"the export failed: {error}; if CHECKPOINT_EVERY was set, EXPORT_ONLY=1 "
-                          "RESUME=auto does it again") from None
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     except RuntimeError as error:
@@ -1414,6 +1409,8 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()
+    if asked:
+        sys.exit(128 + asked)
 
 if __name__ == "__main__":
     main()
