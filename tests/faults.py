@@ -37,7 +37,7 @@ PHASES = [("Serialized model", "export"), ("step:", "training"), ("warmup_step",
 
 
 def start(folder: Path, data: Path, ranks: int, **changes) -> subprocess.Popen:
-    """Starts a small run with checkpoints, in a process group of its own."""
+    """Starts a small run with checkpoints."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -45,7 +45,13 @@ def start(folder: Path, data: Path, ranks: int, **changes) -> subprocess.Popen:
                                LOADER="shuffled", **changes)
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen([*launcher, str(REPOSITORY / "train_gpt.py"), *arguments], cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, in the order of their numbers: torchrun's ranks."""
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return sorted(map(int, listed.split()))
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -72,8 +78,9 @@ def kill_at_random(folder: Path, data: Path, ranks: int, count: int, random) -> 
         place = folder / f"killed_{i}"
         process, moment = start(place, data, ranks), time.monotonic() + random.uniform(first, length)
         time.sleep(max(0.0, moment - time.monotonic()))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in (*children(process.pid), process.pid):  # torchrun's workers are in sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate()
         half = list(place.rglob("*.tmp"))
         last = output.strip().splitlines()[-1:] or [""]
@@ -207,8 +214,7 @@ def dead_rank(folder: Path, data: Path) -> tuple[str, int]:
     for line in process.stdout:
         lines.append(line)
         if line.startswith("step:10/") and killed is None:
-            workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-            killed = (int(workers.split()[2]), time.monotonic())
+            killed = (children(process.pid)[2], time.monotonic())
             os.kill(killed[0], signal.SIGKILL)
     process.wait()
     seconds, output = time.monotonic() - killed[1], "".join(lines)
@@ -228,8 +234,7 @@ def restarts(folder: Path, data: Path) -> tuple[str, int]:
     for line in process.stdout:
         lines.append(line)
         if line.startswith("step:20/") and not killed:
-            workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-            os.kill(int(workers.split()[1]), signal.SIGKILL)
+            os.kill(children(process.pid)[1], signal.SIGKILL)
             killed = True
     process.wait()
     resumed = next((line.split(" train_time")[0] for line in lines if line.startswith("resumed:")), "not resumed")
