@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import pickletools
 import platform
 import re
 import shutil
@@ -25,6 +26,7 @@ import warnings
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -273,16 +275,17 @@ class RunLog:
     def line(self, text: str) -> None:
         """One line for the console and the text file."""
         if self.is_main:
-            print("\r\x1b[2K" * self.progress_shown + text, flush=True)
+            self.write(sys.stdout, "\r\x1b[2K" * self.progress_shown + text)
             self.progress_shown = False
             self.write(self.text, text)
 
     def write(self, file, text: str) -> None:
-        """Adds a line to a file, or tells the console why not: a full disk stops no training."""
+        """Adds a line to a file, or tells why not if that is possible: a full disk stops no run."""
         try:
-            file.write(text + "\n")
+            print(text, file=file, flush=True)
         except OSError as error:
-            print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
 
     def event(self, event: str, **values) -> None:
         """One JSON object, its numbers unrounded, for the .jsonl file."""
@@ -302,12 +305,12 @@ def lock(path: Path, name: str):
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        return file
     except BlockingIOError:
         file.seek(0)
         raise ValueError(f"{path}: process {file.read()} runs with the same {name}; wait until it "
                          f"ends, or set another {name}") from None
+    except (ImportError, OSError):  # Windows, and file systems without locks
+        return file
     file.truncate(0)
     file.write(f"{os.getpid()} on {platform.node()}")
     file.flush()
@@ -460,10 +463,10 @@ class TokenLoader:
                 order = self.order = (epoch, random.permutation(self.epoch_size))
             yield int(self.starts[order[1][place]]), self.config.train_seq_len + 1
 
-    def batch_of(self, step: int) -> list[list]:
-        """Shard, place in it and length of all that is read in `step`, by all ranks."""
+    def batch_of(self, steps_ago: int) -> list[list]:
+        """Shard, place in it and length of all that all ranks read in a step; the latest is 1."""
         units = self.ranks.world_size * self.span * self.config.grad_accum_steps
-        stretches = self.rows(step * units, units)
+        stretches = self.rows(self.position - steps_ago * units, units)
         return [[self.files[index].name, at, length] for start, count in stretches
                 for index, at, length in self.parts(start, count)]
 
@@ -484,6 +487,10 @@ class TokenLoader:
         batch, self.position = self.ahead.pop(self.position).result(), following
         inputs, targets = to_ids(batch, self.ranks.device)
         return inputs, targets
+
+    def fingerprint(self) -> list[int]:
+        """Size and beginning of every shard, so that other data can be told from these."""
+        return [n for s in self.shards for n in (len(s), zlib.crc32(s[:1 << 16].tobytes()))]
 
     def epochs(self) -> float:
         """How often the training data have been read."""
@@ -868,10 +875,9 @@ def evaluate(run: "Run") -> dict[str, float]:
         loss = run.forward(span[:-1].view(-1, length), span[1:].view(-1, length))
         nats += loss.to(device).double() * (stop - start) * length
     total = ranks.reduce(nats).item()
-    score = {"val_loss": total / (rows * length), "val_bpb": total / math.log(2) / run.val_bytes}
-    if run.val_raw_bytes is not None:
-        score["val_bpb_raw"] = total / math.log(2) / run.val_raw_bytes
-    return score
+    counts = {"val_bpb": run.val_bytes, "val_bpb_raw": run.val_raw_bytes}
+    bits = {name: total / math.log(2) / n for name, n in counts.items() if n is not None}
+    return {"val_loss": total / (rows * length), **bits}
 
 def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
     """A score's fields for a log line; val_bpb_raw stands last, after all that parsers read."""
@@ -880,6 +886,8 @@ def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
 
 # ---- Export and reading ------------------------------------------------------------------------
 INT8_FORMAT, INT8_PERCENTILE = "int8_clean_per_row_v1", 0.9999984
+PICKLED = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|"
+                     r"collections OrderedDict")  # what the pickle of a dict of tensors names
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
@@ -917,23 +925,31 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of an int8 artifact. ValueError: one that is wanted has no sound values."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
-        scale = artifact["scales"][name].float()
-        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
-        sound = quantized.dtype == torch.int8 and scale.shape == rows and name in wanted
-        sound = sound and bool(((scale > 0) & scale.isfinite()).all())
-        require(sound, f"{name} has no sound values and scales")
+        rows, scale = quantized.shape[:1] if quantized.ndim == 2 else (), artifact["scales"][name]
+        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
+                and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = scale.float()
+        require(bool(((scale > 0) & scale.isfinite()).all()), f"{name} has no sound scales")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
 
 def read_archive(data: bytes):
     """What torch.save wrote into `data`, as data: no code is run, nothing inflates, and every entry
-    is as its checksum says. Many kinds of errors: it is something else."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    is as its checksum says. Torch reads a copy, so that it sees the entries that were looked at.
+    Many kinds of errors: it is something else."""
+    clean = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(clean, "w") as copy:
         entries = archive.infolist()
         require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
                 and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
-        require(archive.testzip() is None, "a checksum is wrong")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for entry in entries:
+            content = archive.read(entry)
+            if entry.filename.endswith("/data.pkl"):
+                names = {name for op, name, _ in pickletools.genops(content) if op.name == "GLOBAL"}
+                require(all(map(PICKLED.fullmatch, names)), f"it names more than tensors: {names}")
+            copy.writestr(entry.filename, content)
+    clean.seek(0)
+    return torch.load(clean, map_location="cpu", weights_only=True)
 
 def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """ValueError: names or shapes differ, or one is no tensor of numbers like the wanted one."""
@@ -962,7 +978,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
         check_tensors(state, wanted)
-        model.load_state_dict(state)
+        model.load_state_dict(dict(state))  # without what a state dict may say about itself
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1020,12 +1036,11 @@ def export(run: "Run", source: str) -> None:
 # ---- Checkpoints and faults --------------------------------------------------------------------
 # A checkpoint is RUN_ID_STEP_DIGEST.pt: a dict as torch.save writes it, named by its sha256.
 CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
-HARMLESS = {  # settings that a resumed run may change: what is trained stays the same mathematics
-    "run_id", "out_dir", "init_from", "data_path", "tokenizer_path", "device", "compile", "attn",
-    "matmul_precision", "grad_accum_steps", "warmup_steps", "val_loss_every", "val_batch_size",
-    "train_log_every", "checkpoint_every", "checkpoint_dir", "keep_checkpoints", "resume",
-    "skip_nonfinite", "export_only", "int8_keep_float_max_numel",
-    "int8_keep_float_fp32_name_patterns"}
+# Settings that a resumed run may change: what is trained stays the same mathematics.
+HARMLESS = ("run_id out_dir init_from data_path tokenizer_path device compile attn "
+            "matmul_precision grad_accum_steps warmup_steps val_loss_every val_batch_size resume "
+            "train_log_every checkpoint_every checkpoint_dir keep_checkpoints skip_nonfinite "
+            "export_only int8_keep_float_max_numel int8_keep_float_fp32_name_patterns").split()
 
 def find_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first."""
@@ -1042,9 +1057,9 @@ def read_checkpoint(path: Path) -> dict:
         require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
                 "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
         state = read_archive(data)
-        require(state["format"] == 1, f"its format is {state['format']}, not 1")
-        require(isinstance(state["config"], dict) and isinstance(state["tensors"], dict)
-                and isinstance(state["shards"], list), "it is no checkpoint")
+        require(state["format"] in (1,), "its format is not 1")
+        plain = (*state["config"].values(), *state["shards"], *state["config"])
+        require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
         return state
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
@@ -1062,18 +1077,17 @@ def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | No
         except ValueError as error:
             lines.append(f"warning: {error}")
     if ranks.world_size > 1:  # all go on from the one that the main rank found
-        choice = [path]
-        dist.broadcast_object_list(choice)
+        dist.broadcast_object_list(choice := [path])
         path = choice[0]
     return path, read_checkpoint(path) if path else None, lines
 
-def check_settings(run: "Run", state: dict, path: Path) -> None:
+def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
-    now, then = asdict(run.config), state["config"]
+    now, then = asdict(config), state["config"]
     changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in now
                if name not in HARMLESS and then.get(name) != now[name]]
-    if run.loader and state["shards"] != run.loader.ends.tolist():
-        changed.append(f"DATA_PATH={run.config.data_path!r} has training shards of other sizes")
+    if loader and state["shards"] != loader.fingerprint():
+        changed.append(f"DATA_PATH={config.data_path!r} has other training shards")
     require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
 
 def state_tensors(run: "Run") -> dict[str, Tensor]:
@@ -1087,11 +1101,13 @@ def state_tensors(run: "Run") -> dict[str, Tensor]:
 
 def save_checkpoint(run: "Run") -> None:
     """Copies the state of the run to host memory; a thread writes it, and then deletes all but the
-    KEEP_CHECKPOINTS newest of the run. Nothing is saved after a fault that ends the run."""
-    if run.ranks.rank > 0 or run.faults[-1] >= 0:
+    KEEP_CHECKPOINTS newest of the run. What is not finite, or comes after a fault that ends the
+    run, is not saved."""
+    finite = run.ranks.rank or nn.utils.get_total_norm(list(run.model.parameters())).isfinite()
+    if run.ranks.rank > 0 or run.faults[-1] >= 0 or not finite:
         return
     state = {"format": 1, "step": run.step, "time_ms": run.time_ms, "config": asdict(run.config),
-             "position": run.loader.position, "shards": run.loader.ends.tolist(),
+             "position": run.loader.position, "shards": run.loader.fingerprint(),
              "scaler": run.scaler.state_dict(), "random": torch.get_rng_state(),
              "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
 
@@ -1104,10 +1120,11 @@ def save_checkpoint(run: "Run") -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, data)
-            for old in find_checkpoints(config)[config.keep_checkpoints:]:
-                old.unlink()
+            others = [path for path in find_checkpoints(config) if path.name != name]
+            for old in (*others[config.keep_checkpoints - 1:], *folder.glob("*.pt.tmp")):
+                old.unlink()  # a temporary file is what a killed process has left
             run.log.event("checkpoint", step=state["step"], file=name, bytes=len(data))
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             run.log.line(f"warning: no checkpoint of step {state['step']}: {error}")
 
     if run.writer:
@@ -1130,6 +1147,8 @@ def restore(run: "Run", state: dict, path: Path) -> None:
         run.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
         run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
+        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf
+                and int(state["position"]) >= 0, "step, clock or position cannot be")
         if run.loader:
             run.loader.position = int(state["position"])
     except Exception as error:  # what is hostile fails in many ways
@@ -1144,7 +1163,7 @@ def check_faults(run: "Run", known: int) -> int:
     FloatingPointError: more than SKIP_NONFINITE."""
     steps = [step for step in run.faults.tolist() if step >= 0]
     for step in steps[known:]:
-        batch = run.loader.batch_of(step)
+        batch = run.loader.batch_of(run.step - step)
         run.log.event("nonfinite", step=step + 1, batch=batch)
         text = (f"nonfinite: loss or gradient of step:{step + 1} is not finite: the weights stay "
                 f"as they were; its batch starts in {batch[0][0]} at token {batch[0][1]}")
@@ -1238,10 +1257,11 @@ def train(run: Run) -> int:
     """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
     0. The training clock is the time since `origin`, which validations move by what they take."""
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
-    stopped, capped, asked, mean_loss = False, config.max_wallclock_seconds > 0, 0, math.nan
+    capped, asked, mean_loss = config.max_wallclock_seconds > 0, 0, math.nan
     since, faults, origin = (run.step, run.time_ms), 0, ranks.now_ms() - run.time_ms
     amount, by_time = float(every.rstrip("s")), every.endswith("s")
     saved = time.monotonic() if by_time else run.step
+    stopped = capped and run.time_ms >= config.max_wallclock_seconds * 1000
     while True:
         last = stopped or run.step >= config.iterations
         if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
@@ -1282,6 +1302,8 @@ def train(run: Run) -> int:
             save_checkpoint(run)
             saved = now
         if asked:
+            if run.writer:  # a launcher ends all ranks as soon as one has left
+                run.writer.join()
             log.line(f"stopped: signal {asked:.0f} after step:{run.step}; RESUME=auto goes on")
             return int(asked)
     if run.step < config.iterations:
@@ -1327,6 +1349,8 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     kind, bos, *validation = load_validation(config)
     trains = config.iterations and not config.export_only
     loader = TokenLoader(config, ranks, bos) if trains else None
+    if state:
+        check_settings(config, loader, state, path)
     torch.manual_seed(config.seed)
     model = GPT(config, repeat_kv)
     if config.init_from and not state:
@@ -1335,9 +1359,7 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
     run = Run(config, ranks, RunLog(config, ranks, source), model, model, loader, *validation)
-    if state:
-        run.checkpoint = (state, path)
-        check_settings(run, state, path)
+    run.checkpoint = (state, path) if state else None
     announce(run, kind, repeat_kv, overrides)
     for note in notes:
         run.log.line(note)
@@ -1392,6 +1414,7 @@ def main() -> None:
             warm_up(run)
         if run.checkpoint:
             restore(run, *run.checkpoint)
+            run.checkpoint = None  # it takes as much memory as the run itself
         if not run.config.export_only:
             asked = train(run)
         if not asked:

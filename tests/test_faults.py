@@ -10,13 +10,15 @@ import sys
 import time
 import zipfile
 import zlib
+from collections import OrderedDict
 from hashlib import sha256
 
 import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
+from conftest import (REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config,
+                      write_shard)
 from test_optim import make_run
 
 
@@ -115,8 +117,14 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     (tmp_path / "other").mkdir()
     other = make_shards(tmp_path / "other")
     (other / "tiny_train_000001.bin").unlink()
-    with pytest.raises(SystemExit, match="has training shards of other sizes"):
+    with pytest.raises(SystemExit, match="has other training shards"):
         tiny_run(monkeypatch, tmp_path / "b", other, RESUME=path)
+    (tmp_path / "third").mkdir()
+    third = make_shards(tmp_path / "third")
+    tokens = np.array(train_gpt.open_shard(third / "tiny_train_000000.bin"))
+    write_shard(third / "tiny_train_000000.bin", [*tokens[:-1], 7])  # of the same size
+    with pytest.raises(SystemExit, match="has other training shards"):
+        tiny_run(monkeypatch, tmp_path / "b", third, RESUME=path)
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
@@ -132,7 +140,7 @@ def test_the_clock_goes_on_and_the_export_can_be_done_again(checkpointed, tmp_pa
                    CHECKPOINT_EVERY=5)
     assert next(e for e in log if e["event"] == "resume")["train_time_ms"] >= last - 1
     times = [e["train_time_ms"] for e in log if e["event"] == "train"]
-    assert len(times) <= 1 and all(last < time_ms < last + 5000 for time_ms in times)  # the cap was reached
+    assert not times and log[-1]["step"] == capped[-1]["step"]  # the cap was reached before
 
 
 def test_another_world_size_goes_on_with_the_same_mathematics(checkpointed, tmp_path, data):
@@ -157,21 +165,24 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
-    refused({"format": 2}, "its format is 2")
+    refused({"format": 2}, "its format is not 1")
+    refused({"position": -1}, "step, clock or position cannot be")
+    refused({"time_ms": float("nan")}, "step, clock or position cannot be")
+    refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "it is no checkpoint")
     refused({"tensors": {**state["tensors"], name: torch.zeros(3)}}, f"{name} is not the")
     refused({"tensors": {**state["tensors"], name: "text"}}, f"{name} is not the")
     refused({"tensors": {}}, "it lacks, or should not have")
     refused({"step": "three"}, "is of no run like this one")
     refused({"config": {}}, "RESUME: .* other settings")
-    refused({"config": 3}, "cannot be used: it is no checkpoint")
-    refused({"shards": None}, "cannot be used: it is no checkpoint")
-    refused({"tensors": [1]}, "cannot be used: it is no checkpoint")
+    refused({"config": 3}, "cannot be used: ")
+    refused({"shards": None}, "cannot be used: ")
+    refused({"tensors": [1]}, "of no run like this one")
 
     class Bomb:
         def __reduce__(self):
             return (pytest.fail, ("the pickle ran code",))
 
-    refused({"random": Bomb()}, "cannot be used: Weights only load failed")
+    refused({"random": Bomb()}, "cannot be used: it names more than tensors: .*_Fail")
 
 
 # ---- Signals and two runs at once -----------------------------------------------------------------
@@ -190,6 +201,60 @@ def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, num
     assert process.returncode == code and not errors, errors
     found = train_gpt.re.search(rf"stopped: signal {int(number)} after step:(\d+); RESUME=auto goes on", out)
     assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_after_the_checkpoint(tmp_path, data):
+    """The main rank takes its time to write, and the launcher sends more signals when the other one has left."""
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys, time
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
+import train_gpt
+whole, step = train_gpt.write_whole, train_gpt.train_step
+def slow(path, data):
+    time.sleep(4)
+    whole(path, data)
+def signalled(run, factor):
+    if os.environ["RANK"] == "1" and run.step == 5:
+        os.kill(os.getpid(), 15)
+    return step(run, factor)
+train_gpt.write_whole, train_gpt.train_step = slow, signalled
+train_gpt.main()
+""")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py",
+         *tiny_arguments(data, RUN_ID="run", ITERATIONS=100000, VAL_LOSS_EVERY=0)],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode and "exitcode  : 143" in result.stderr, result.stderr
+    assert "stopped: signal 15 after step:6" in result.stdout
+    assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["step"] == 6
+
+
+def test_a_signal_in_the_last_validation_does_not_keep_the_model_from_its_export(tmp_path, monkeypatch, data):
+    def evaluate(run, scored=train_gpt.evaluate):
+        run.signal = int(signal.SIGTERM) if run.step == 9 else 0
+        return scored(run)
+
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"
+
+
+def test_seconds_between_checkpoints_and_clocks_that_lag(tmp_path, monkeypatch, data):
+    clock = [0.0]
+    monkeypatch.setattr(train_gpt.time, "monotonic", lambda: clock[0])
+
+    def check(run, known, checked=train_gpt.check_faults):
+        clock[0] += 1.0
+        return checked(run, known)
+
+    monkeypatch.setattr(train_gpt, "check_faults", check)
+    log = tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY="4s", KEEP_CHECKPOINTS=1)
+    assert [e["step"] for e in log if e["event"] == "checkpoint"] == [4, 8, 9]
+    later = time.time() + 3600  # the clock was ahead when this one was written
+    os.utime(*checkpoints(tmp_path / "a"), (later, later))
+    (tmp_path / "a" / "checkpoints" / "run_00000004_abc.pt.tmp").write_bytes(b"what a killed process left")
+    tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY="4s", KEEP_CHECKPOINTS=1, SEED=7)
+    assert len(checkpoints(tmp_path / "a")) == 1 and not list((tmp_path / "a").rglob("*.tmp"))
+    assert train_gpt.read_checkpoint(*checkpoints(tmp_path / "a"))["config"]["seed"] == 7
 
 
 def test_a_second_signal_ends_it_at_once_unless_it_is_an_echo(monkeypatch):
@@ -238,7 +303,7 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
     monkeypatch.setattr(train_gpt.GPT, "forward", patched)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e37])  # the last has a finite loss
 def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
     run = make_run(grad_accum_steps=2, skip_nonfinite=2)
     tokens = torch.randint(0, 260, (2, 33))
@@ -262,7 +327,7 @@ def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
 def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loader, capsys):
     broken_forward(monkeypatch, {8 * 5 + 3})  # the warm-up's step comes first: this is step 5
     with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite.*tiny_train_00000\d.bin at token \d+") as stop:
-        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, LOADER=loader)
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader)
     assert "SKIP_NONFINITE=N" in str(stop.value)
     batch = next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"]
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")), 1)
@@ -400,10 +465,11 @@ def test_hostile_artifacts_are_refused(tmp_path):
     for value in (0.0, -1.0, float("nan"), float("inf")):
         scale = artifact["scales"][name].clone()
         scale[3] = value
-        refused(f"{name} has no sound", scales={**artifact["scales"], name: scale})
-    refused(f"{name} has no sound", scales={**artifact["scales"], name: artifact["scales"][name][:-1]})
-    refused(f"{name} has no sound", quantized={**artifact["quantized"], name: artifact["quantized"][name].float()})
-    refused(f"{name} is not the", quantized={**artifact["quantized"], name: artifact["quantized"][name][:, :-1]})
+        refused(f"{name} has no sound scales", scales={**artifact["scales"], name: scale})
+    other = f"{name} or its scale has another shape or type"
+    refused(other, scales={**artifact["scales"], name: artifact["scales"][name][:-1]})
+    refused(other, quantized={**artifact["quantized"], name: artifact["quantized"][name].float()})
+    refused(other, quantized={**artifact["quantized"], name: artifact["quantized"][name][:, :-1]})
     refused("it lacks, or should not have", passthrough={})
     refused("it lacks, or should not have", passthrough={**artifact["passthrough"], "extra": torch.zeros(1)})
     key = next(iter(artifact["passthrough"]))
@@ -411,9 +477,16 @@ def test_hostile_artifacts_are_refused(tmp_path):
         refused(f"{key} is not the", passthrough={**artifact["passthrough"], key: value})
     refused("", scales={})
     refused("", quantized=[1])
-    # A stride of zero promises 10^12 values of one.
-    refused(f"{name} has no sound|{name} is not the",
-            quantized={**artifact["quantized"], name: torch.zeros(1, dtype=torch.int8).expand(10**6, 10**6)})
+    # A stride of zero promises 10^10 values of one, in 10 GB and minutes if they were computed with.
+    rows = len(artifact["quantized"][name])
+    refused(other, quantized={**artifact["quantized"], name: torch.zeros(1, dtype=torch.int8).expand(rows, 10**8)})
+    refused(other, scales={**artifact["scales"], name: torch.ones(1).half().expand(2 * 10**9)})
+    refused("it names more than tensors", extra=bytearray(10))  # which a few bytes can ask for in any size
+    state = OrderedDict((key, t.double()) for key, t in model.state_dict().items())
+    state._metadata = {key: {"assign_to_params_buffers": True} for key in ("", *dict(model.named_modules()))}
+    torch.save(state, tmp_path / "own.pt")
+    train_gpt.load_weights(model, tmp_path / "own.pt")
+    assert all(t.dtype == before[key].dtype for key, t in model.state_dict().items())
 
 
 def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
