@@ -547,15 +547,16 @@ def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool
     models with a dummy prefix put one in front of a document's first word that the text lacks."""
     import sentencepiece
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=path)
-    except (OSError, RuntimeError) as error:
+        model, mark = sentencepiece.SentencePieceProcessor(model_file=path), "\u2581"
+        ids = range(model.vocab_size())
+        silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+        pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i)
+                  for i in ids]
+        dummy = model.encode("a", out_type=str)[0].startswith(mark)
+    except (OSError, RuntimeError, ValueError, LookupError) as error:
         raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model ({error}); "
                          f"data/prepare.py makes one and prints the path to use") from None
-    ids, mark = range(model.vocab_size()), "\u2581"
-    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
-    pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
-    dummy = model.encode("a", out_type=str)[0].startswith(mark)
     first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
     return model.bos_id(), lengths, first, [model.is_control(i) for i in ids]
 

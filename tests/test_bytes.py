@@ -220,6 +220,20 @@ def test_unreadable_tokenizers_are_named(tmp_path, name, content):
         train_gpt.load_byte_table(tiny_config(tokenizer_path=str(tmp_path / name)))
 
 
+def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
+    """SentencePiece itself takes a piece that is no UTF-8, and fails when it is asked for it."""
+    content, refused = (corpus / "kept.model").read_bytes(), 0
+    path = tmp_path / "bad.model"
+    for at in range(100, 2000, 10):
+        path.write_bytes(content[:at] + b"\xff" + content[at + 1:])
+        try:
+            train_gpt.sentencepiece_bytes(str(path))
+        except ValueError as error:
+            assert str(path) in str(error) and "is no SentencePiece model" in str(error)
+            refused += "codec can't decode" in str(error)
+    assert refused
+
+
 def test_unknown_tokenizer_names_are_listed():
     with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3' is none of .*byte260.*gpt2"):
         train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))
