@@ -455,7 +455,8 @@ class TokenLoader:
         until `position` + `count`."""
         if self.config.loader == "sequential":
             yield position, count
-        for row in range(position, position + count) if self.config.loader == "shuffled" else ():
+            return
+        for row in range(position, position + count):
             epoch, place = divmod(row, self.epoch_size)
             order = self.order  # of one epoch; the other thread may put another in its place
             if order[0] != epoch:
@@ -1043,10 +1044,12 @@ HARMLESS = ("run_id out_dir init_from data_path tokenizer_path device compile at
             "train_log_every checkpoint_every checkpoint_dir keep_checkpoints skip_nonfinite "
             "export_only int8_keep_float_max_numel int8_keep_float_fp32_name_patterns").split()
 
-def find_checkpoints(config: Config) -> list[Path]:
-    """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first."""
+def find_checkpoints(config: Config, ending: str = "") -> list[Path]:
+    """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first. Those
+    that a killed process has left unfinished have the `ending` ".tmp"."""
     folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
-    names = [(path, CHECKPOINT_NAME.fullmatch(path.name)) for path in folder.glob("*.pt")]
+    names = [(path, CHECKPOINT_NAME.fullmatch(path.name.removesuffix(ending)))
+             for path in folder.glob("*.pt" + ending)]
     found = [path for path, name in names if name and config.run_id in ("", name[1])]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
@@ -1067,20 +1070,20 @@ def read_checkpoint(path: Path) -> dict:
 
 def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
     """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
-    ValueError: the named one is not whole, or another run's settings are in it."""
+    ValueError: the named one is not whole."""
     path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
+    state = None
     searches = config.resume == "auto" and ranks.rank == 0
     for candidate in find_checkpoints(config) if searches else ():
         try:
-            read_checkpoint(candidate)
-            path = candidate
+            path, state = candidate, read_checkpoint(candidate)
             break
         except ValueError as error:
             lines.append(f"warning: {error}")
     if ranks.world_size > 1:  # all go on from the one that the main rank found
         dist.broadcast_object_list(choice := [path])
         path = choice[0]
-    return path, read_checkpoint(path) if path else None, lines
+    return path, read_checkpoint(path) if path and not state else state, lines
 
 def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
@@ -1122,8 +1125,8 @@ def save_checkpoint(run: "Run") -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, data)
             others = [path for path in find_checkpoints(config) if path.name != name]
-            for old in (*others[config.keep_checkpoints - 1:], *folder.glob("*.pt.tmp")):
-                old.unlink()  # a temporary file is what a killed process has left
+            for old in others[config.keep_checkpoints - 1:] + find_checkpoints(config, ".tmp"):
+                old.unlink()
             run.log.event("checkpoint", step=state["step"], file=name, bytes=len(data))
         except (OSError, MemoryError) as error:
             run.log.line(f"warning: no checkpoint of step {state['step']}: {error}")

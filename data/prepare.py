@@ -793,8 +793,8 @@ def main() -> None:
         if not 0 < options.shard_tokens < 2**31 or options.workers < 1 or not 0 <= (fraction or 0) < 1:
             raise ValueError("--shard-tokens has to be in 1..2**31-1, --workers 1 or more, "
                              "--val-fraction from 0 to below 1")
-        if (options.val_docs or 1) < 1 or options.val_docs == 0 or (
-                fraction == 0 and not options.val_file and options.val_docs is None):
+        no_split = fraction == 0 and not options.val_file and options.val_docs is None
+        if no_split or (options.val_docs is not None and options.val_docs < 1):
             raise ValueError("there has to be a validation split: --val-docs, --val-fraction above 0, or --val-file")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is half done is taken away
         write_dataset(prepare, options)

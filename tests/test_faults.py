@@ -251,9 +251,11 @@ def test_seconds_between_checkpoints_and_clocks_that_lag(tmp_path, monkeypatch, 
     assert [e["step"] for e in log if e["event"] == "checkpoint"] == [4, 8, 9]
     later = time.time() + 3600  # the clock was ahead when this one was written
     os.utime(*checkpoints(tmp_path / "a"), (later, later))
-    (tmp_path / "a" / "checkpoints" / "run_00000004_abc.pt.tmp").write_bytes(b"what a killed process left")
+    (tmp_path / "a" / "checkpoints" / "run_00000004_0123456789abcdef.pt.tmp").write_bytes(b"what a killed process left")
+    others = tmp_path / "a" / "checkpoints" / "run_2_00000004_0123456789abcdef.pt.tmp"
+    others.write_bytes(b"what another run is writing")
     tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY="4s", KEEP_CHECKPOINTS=1, SEED=7)
-    assert len(checkpoints(tmp_path / "a")) == 1 and not list((tmp_path / "a").rglob("*.tmp"))
+    assert len(checkpoints(tmp_path / "a")) == 1 and list((tmp_path / "a").rglob("*.tmp")) == [others]
     assert train_gpt.read_checkpoint(*checkpoints(tmp_path / "a"))["config"]["seed"] == 7
 
 
