@@ -9,6 +9,7 @@ Variables are set in the environment or as NAME=value behind the script; argumen
 rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
 """
 import difflib
+import gc
 import io
 import json
 import math
@@ -67,7 +68,7 @@ class Config:
     device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
     matmul_precision: str = var("high", "highest|high", "of float32 products; high: TF32 on CUDA")
-    compile: str = var("auto", "auto|0|1", "use torch.compile; auto: on CUDA only")
+    compile: str = var("auto", "auto|0|1", "torch.compile; auto: on CUDA, and on Linux with g++")
     attn: str = var("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
     # Length, validation and log
     iterations: int = var(20000, "steps", "steps to train; the wall clock may end the run sooner")
@@ -76,9 +77,10 @@ class Config:
     warmdown_iters: int = var(3000, "steps", "last steps, of falling learning rate", low=-math.inf)
     train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and micro-steps", low=1)
     train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
-    grad_accum_steps: int = var(0, "steps", "micro-steps of a rank; 0: 8 in a step, over all ranks")
+    grad_accum_steps: int = var(0, "spans", "read by a rank in a step; 0: 8, over all ranks")
+    micro_batch_tokens: int = var(0, "tokens", "a forward at most; 0: a span; CPU: by cache")
     val_loss_every: int = var(1000, "steps", "between validations; 0: only at the end")
-    val_batch_size: int = var(524288, "tokens", "a validation forward, over ranks and micro-steps")
+    val_batch_size: int = var(524288, "tokens", "a validation forward at most, over all spans")
     train_log_every: int = var(200, "steps", "between log lines after the first ten; 0: no more")
     # Model
     vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
@@ -185,11 +187,19 @@ class Ranks:
         return tensor
 
     def largest(self, *values: float) -> list[float]:
-        """The largest of each value over the ranks."""
-        if self.world_size == 1:
+        """The largest of each value over the ranks, once all of them are here."""
+        if self.world_size == 1:  # MPS has no float64
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.reduce(tensor, dist.ReduceOp.MAX).tolist()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
+        if self.world_size == 1:
+            return tensor
+        whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(whole, tensor)
+        return whole
 
     def now_ms(self) -> float:
         """The time in ms, when the device has done all that it was asked to do."""
@@ -209,6 +219,9 @@ def start_ranks(config: Config) -> Ranks:
         gpus = torch.cuda.device_count()
         require(local_rank < gpus, f"LOCAL_RANK={local_rank} of {gpus} GPUs: start fewer processes")
         torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in values:  # the ranks of a machine share its cores
+        local_size = int(values.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if world_size > 1:
         attempt, keys = values.get("TORCHELASTIC_RESTART_COUNT", "0"), {}
         if attempt != "0":  # torchrun's store still has the addresses of processes that have ended
@@ -258,17 +271,16 @@ class RunLog:
         self.locks = [lock(Path("logs", config.run_id + ".lock"), "RUN_ID"),
                       lock(Path(config.out_dir, ".lock"), "OUT_DIR")]
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
-        for path, stamp in zip(paths, [new_run_id()] * 2):
-            if path.exists():  # runs of one name never mix in one file
-                text = path.read_text(encoding="utf-8", errors="replace")
-                steps = re.findall(r'"event": "train", "step": (\d+)', text)
-                self.earlier_step = int(steps[-1]) if steps else self.earlier_step
-                path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
+        stamp = new_run_id()
+        for path in filter(Path.exists, paths):  # runs of one name never mix in one file
+            steps = re.findall(r'"event": "train", "step": (\d+)', path.read_text(errors="replace"))
+            self.earlier_step = max(self.earlier_step, *map(int, steps[-1:]), 0)
+            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
-        smi = shutil.which("nvidia-smi") or ""
-        if smi:
-            smi = subprocess.run([smi], capture_output=True, text=True, check=False).stdout
+        smi = ""
+        if command := shutil.which("nvidia-smi"):
+            smi = subprocess.run([command], capture_output=True, text=True, check=False).stdout
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         self.text.write("\n".join((source, "=" * 100, versions, smi, "=" * 100, "")))
 
@@ -305,15 +317,14 @@ def lock(path: Path, name: str):
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        print(os.getpid(), "on", platform.node(), file=file, end="", flush=True)
     except BlockingIOError:
         file.seek(0)
         raise ValueError(f"{path}: process {file.read()} runs with the same {name}; wait until it "
                          f"ends, or set another {name}") from None
     except (ImportError, OSError):  # Windows, and file systems without locks
-        return file
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {platform.node()}")
-    file.flush()
+        pass
     return file
 
 PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
@@ -334,20 +345,19 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
 
 def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> None:
     """Logs a training step; its speed is that since the step and the time of the line before."""
-    config, device, lr = run.config, run.ranks.device, run.optimizers[-1].param_groups[0]["lr"]
-    step, time_ms = run.step, run.time_ms
+    config, device, step, time_ms = run.config, run.ranks.device, run.step, run.time_ms
+    lr, memory = run.optimizers[-1].param_groups[0]["lr"], peak_memory_mib(device)[0]
     rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
-    mfu = None if peak is None or config.dtype == "float32" else (
-        rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
-    memory = peak_memory_mib(device)[0]
-    epoch = run.loader.epochs()
-    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms,
-                  step_avg_ms=time_ms / step, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
-                  mem_mib=memory, eta_s=eta, epoch=epoch)
+    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), math.nan)
+    mfu = rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size)
+    mfu = None if math.isnan(mfu) or config.dtype == "float32" else mfu
+    average, epoch = time_ms / step, run.loader.epochs()
+    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=average,
+                  lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=eta,
+                  epoch=epoch)
     run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
-                 f"train_time:{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
+                 f"train_time:{time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
                  f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} "
                  f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
                  f"eta:{eta / 60:.1f}m epoch:{epoch:.3f}")
@@ -375,15 +385,14 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     require(size == HEADER_BYTES + 2 * count > HEADER_BYTES, f"{path} is damaged: it has {size} "
             f"bytes and a header that promises {count} tokens; make or download it again")
     shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-    if vocab_size is not None:
-        check_ids(shard, vocab_size, path)
-    return shard
+    return shard if vocab_size is None else check_ids(shard, vocab_size, path)
 
-def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
-    """ValueError: a token of the shard `path` is not below the vocabulary's size."""
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
+    """Returns tokens of the shard `path`. ValueError: one is not below the vocabulary's size."""
     largest = int(tokens.max())
     require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
 
 def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
     """Where rows of `length` tokens and one more start in the sequence of the shards, int64 (N,). A
@@ -402,9 +411,9 @@ def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
     return np.array(starts, dtype=np.int64)
 
 class TokenLoader:
-    """The training shards in name order as one endless sequence, read one micro-step ahead by a
-    thread. The whole state is `position`, the same on all ranks. It counts tokens, of which a
-    micro-step takes (tokens + 1) * world and a rank its own span. With LOADER=shuffled it counts
+    """The training shards in name order as one endless sequence, read a step ahead by a thread. The
+    whole state is `position`, the same on all ranks. It counts tokens, of which a step takes spans,
+    GRAD_ACCUM_STEPS for each rank, a token longer than their inputs. With LOADER=shuffled it counts
     rows: all rows of TRAIN_SEQ_LEN tokens in an order drawn anew for each epoch, of which a step
     takes the next ones, whatever the world size."""
 
@@ -413,17 +422,17 @@ class TokenLoader:
         self.files, self.order = find_shards(config, "train"), (-1, None)
         self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
         self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.tokens = int(self.ends[-1])
-        self.span = config.train_batch_tokens // (ranks.world_size * config.grad_accum_steps)
-        self.starts = range(0, self.tokens - length, length)
-        if config.align_bos:
-            self.starts = aligned_rows(self.shards, bos, length)
+        self.tokens = self.epoch_size = int(self.ends[-1])
+        tokens, self.spans = config.train_batch_tokens // ranks.world_size, config.grad_accum_steps
+        self.span = tokens // self.spans + 1
         if config.loader == "shuffled":
+            self.starts = range(0, self.tokens - length, length)
+            if config.align_bos:
+                self.starts = aligned_rows(self.shards, bos, length)
             require(len(self.starts), f"DATA_PATH={config.data_path!r} has no row of TRAIN_SEQ_LEN="
                     f"{length} tokens" + f" after a BOS token ({bos})" * config.align_bos)
-            self.span, self.epoch_size = self.span // length, len(self.starts)
-        else:
-            self.span, self.epoch_size = self.span + 1, self.tokens
+            self.spans, self.span, self.epoch_size = 1, tokens // length, len(self.starts)
+        self.units = self.spans * self.span * ranks.world_size  # of position, in a step
         self.thread, self.ahead = ThreadPoolExecutor(1), {}
         if ranks.device.type == "cuda":  # a thread begins on the first device
             self.thread.submit(torch.cuda.set_device, ranks.device)
@@ -434,25 +443,21 @@ class TokenLoader:
         """Yields shard number, place in the shard and length of what `count` tokens from `start` of
         the endless sequence consist of."""
         while count > 0:
-            at = start % self.tokens
-            index = int(np.searchsorted(self.ends, at, side="right"))
-            length = min(count, int(self.ends[index]) - at)
-            yield index, at - int(self.ends[index]) + len(self.shards[index]), length
+            index = int(np.searchsorted(self.ends, start % self.tokens, side="right"))
+            left = int(self.ends[index]) - start % self.tokens
+            length = min(count, left)
+            yield index, len(self.shards[index]) - left, length
             start, count = start + length, count - length
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens, uint16, from place `start` of the endless sequence of shards."""
-        tokens, filled = np.empty(count, dtype=np.uint16), 0
-        for index, at, length in self.parts(start, count):
-            part = self.shards[index][at:at + length]
-            check_ids(part, self.config.vocab_size, self.files[index])
-            tokens[filled:filled + length] = part
-            filled += length
-        return tokens
+        vocab_size, parts = self.config.vocab_size, self.parts(start, count)
+        return np.concatenate([check_ids(self.shards[i][at:at + n], vocab_size, self.files[i])
+                               for i, at, n in parts])
 
-    def rows(self, position: int, count: int):
-        """Yields start and length of the stretches of the sequence that are read from `position`
-        until `position` + `count`."""
+    def stretches(self, position: int, count: int):
+        """Yields start and length of what is read of the sequence from `position` until `position`
+        + `count`."""
         if self.config.loader == "sequential":
             yield position, count
             return
@@ -466,28 +471,27 @@ class TokenLoader:
 
     def batch_of(self, steps_ago: int) -> list[list]:
         """Shard, place in it and length of all that all ranks read in a step; the latest is 1."""
-        units = self.ranks.world_size * self.span * self.config.grad_accum_steps
-        stretches = self.rows(self.position - steps_ago * units, units)
+        stretches = self.stretches(self.position - steps_ago * self.units, self.units)
         return [[self.files[index].name, at, length] for start, count in stretches
                 for index, at, length in self.parts(start, count)]
 
     def read_batch(self, position: int) -> Tensor:
-        """This rank's inputs and targets from `position` on, (2, B, T) as to_ids takes them."""
-        stretches = self.rows(position + self.ranks.rank * self.span, self.span)
-        rows = [self.read(start, count) for start, count in stretches]
-        batch = np.stack(([row[:-1] for row in rows], [row[1:] for row in rows]))
+        """This rank's inputs and targets of the step at `position`, (2, rows, T) for to_ids."""
+        first, step = position + self.ranks.rank * self.span, self.ranks.world_size * self.span
+        texts = [self.read(*stretch) for i in range(self.spans)
+                 for stretch in self.stretches(first + i * step, self.span)]
+        batch = np.stack(([text[:-1] for text in texts], [text[1:] for text in texts]))
         batch = torch.from_numpy(batch.reshape(2, -1, self.config.train_seq_len).view(np.int16))
         return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's next micro-step, both (B, T) int64 on the device."""
-        following = self.position + self.ranks.world_size * self.span
+        """Inputs and targets of this rank's next step, both (rows, T) int64 on the device."""
+        following = self.position + self.units
         for position in (self.position, following):
             if position not in self.ahead:
                 self.ahead[position] = self.thread.submit(self.read_batch, position)
         batch, self.position = self.ahead.pop(self.position).result(), following
-        inputs, targets = to_ids(batch, self.ranks.device)
-        return inputs, targets
+        return to_ids(batch, self.ranks.device).unbind()
 
     def fingerprint(self) -> list[int]:
         """Size and beginning of every shard, so that other data can be told from these."""
@@ -498,13 +502,9 @@ class TokenLoader:
         return self.position / self.epoch_size
 
     def unique_tokens(self) -> int:
-        """How many different tokens have been read as inputs; aligned rows can share some."""
-        count, length = min(self.position, self.epoch_size), self.config.train_seq_len
-        if self.config.loader == "sequential" or count == 0:
-            return count
-        order = np.random.default_rng([self.config.seed, 0]).permutation(self.epoch_size)
-        starts = np.sort(np.asarray(self.starts)[order[:count]])
-        return int(np.minimum(np.diff(starts, append=starts[-1] + length), length).sum())
+        """How many different tokens have been read, at most: aligned rows can share some."""
+        row = 1 if self.config.loader == "sequential" else self.config.train_seq_len
+        return min(self.tokens, min(self.position, self.epoch_size) * row)
 
 def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
     """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
@@ -516,18 +516,20 @@ def load_byte_table(config: Config) -> tuple[str, int, np.ndarray, np.ndarray]:
     other tokens; and which are boundaries, bool (V,). ValueError: unreadable, or the vocabulary is
     not VOCAB_SIZE."""
     path, bos, after_boundary, boundary = config.tokenizer_path, 1, None, None
-    if path.endswith(".model"):
-        kind, (bos, lengths, after_boundary, boundary) = "sentencepiece", sentencepiece_bytes(path)
-    elif path == "byte260":
+    if path == "byte260":
         kind, lengths = "byte", [0] * 4 + [1] * 256
-    elif path.endswith(".json"):
+    elif path.endswith((".model", ".json")):
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            kind, bos = str(data["kind"]), int(data["bos"])
-            lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"TOKENIZER_PATH={path!r} is no vocabulary of data/prepare.py or "
-                             f"data/convert.py: {error!r}") from None
+            if path.endswith(".model"):
+                kind, (bos, lengths, *marks) = "sentencepiece", sentencepiece_bytes(path)
+                after_boundary, boundary = marks
+            else:
+                data = json.loads(Path(path).read_text(encoding="utf-8"))
+                kind, bos = str(data["kind"]), int(data["bos"])
+                lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model or vocabulary "
+                             f"of data/prepare.py, which prints what to use: {error!r}") from None
     else:
         import tiktoken
         known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
@@ -547,16 +549,11 @@ def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool
     after a boundary, and whether it is one. The mark U+2581 stands for a space, one byte; but
     models with a dummy prefix put one in front of a document's first word that the text lacks."""
     import sentencepiece
-    try:
-        model, mark = sentencepiece.SentencePieceProcessor(model_file=path), "\u2581"
-        ids = range(model.vocab_size())
-        silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
-        pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i)
-                  for i in ids]
-        dummy = model.encode("a", out_type=str)[0].startswith(mark)
-    except (OSError, RuntimeError, ValueError, LookupError) as error:
-        raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model ({error}); "
-                         f"data/prepare.py makes one and prints the path to use") from None
+    model, mark = sentencepiece.SentencePieceProcessor(model_file=path), "\u2581"
+    ids = range(model.vocab_size())
+    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+    pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
+    dummy = model.encode("a", out_type=str)[0].startswith(mark)
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
     first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
     return model.bos_id(), lengths, first, [model.is_control(i) for i in ids]
@@ -636,17 +633,14 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.repeat_kv = config.num_heads, config.num_kv_heads, repeat_kv
         width = config.model_dim
         kv_width = width // config.num_heads * config.num_kv_heads
-        self.c_q = CastLinear(width, width, bias=False)
-        self.c_k = CastLinear(width, kv_width, bias=False)
-        self.c_v = CastLinear(width, kv_width, bias=False)
-        self.proj = CastLinear(width, width, bias=False)
+        self.c_q, self.c_k, self.c_v, self.proj = (
+            CastLinear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, D = x.shape
-        q = self.c_q(x).view(B, T, self.heads, -1).transpose(1, 2)  # (B, H, T, C)
-        k = self.c_k(x).view(B, T, self.kv_heads, -1).transpose(1, 2)  # (B, K, T, C)
-        v = self.c_v(x).view(B, T, self.kv_heads, -1).transpose(1, 2)  # (B, K, T, C)
+        q, k, v = (layer(x).view(B, T, heads, -1).transpose(1, 2) for layer, heads in (
+            (self.c_q, self.heads), (self.c_k, self.kv_heads), (self.c_v, self.kv_heads)))
         q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(q.dtype)[:, None, None]
         y = causal_attention(q, k, v, self.repeat_kv)
@@ -668,11 +662,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, repeat_kv: bool):
         super().__init__()
-        self.attn = Attention(config, repeat_kv)
-        self.mlp = MLP(config)
+        self.attn, self.mlp = Attention(config, repeat_kv), MLP(config)
         ones = torch.ones(config.model_dim)
-        self.attn_scale = nn.Parameter(ones.clone())
-        self.mlp_scale = nn.Parameter(ones.clone())
+        self.attn_scale, self.mlp_scale = nn.Parameter(ones.clone()), nn.Parameter(ones.clone())
         self.resid_mix = nn.Parameter(torch.stack((ones, torch.zeros_like(ones))))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -762,54 +754,56 @@ def choose_attention(config: Config, device: torch.device) -> tuple[str, bool]:
                 pass
 
 # ---- Optimizers --------------------------------------------------------------------------------
-def rounded_product(a: Tensor, b: Tensor) -> Tensor:
-    """A bfloat16 matrix product by way of float32: the same rounding, and a thousand times faster
-    on a CPU that does not multiply bfloat16."""
-    return (a.float() @ b.float()).bfloat16()
-
-def orthogonalize(update: Tensor, steps: int, product=torch.matmul) -> Tensor:
-    """Newton-Schulz iteration in bfloat16 that moves the singular values of a matrix close to 1
-    (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
+    """Newton-Schulz iteration in bfloat16 that moves the singular values of matrices (N, rows,
+    columns) close to 1 (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). The
+    products are computed in the type `compute` and rounded."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update.bfloat16()
-    x = x / (x.norm() + 1e-7)
-    if tall := x.size(0) > x.size(1):
-        x = x.T
+    x = updates.bfloat16()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    if tall := x.size(1) > x.size(2):
+        x = x.mT
     for _ in range(steps):
-        gram = product(x, x.T)
-        x = a * x + product(b * gram + c * product(gram, gram), x)
-    return x.T if tall else x
+        x = x.to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
+        x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
+    return x.mT if tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, matrix i by rank i mod world; the ranks exchange the
-    updates in bfloat16. Where `found_inf` (0-d, 0 or 1) is 1, a step changes nothing."""
+    """Momentum whose update is orthogonalised, all matrices of one shape in batched products, which
+    the ranks share out evenly; they exchange the updates in bfloat16. Where `found_inf` (0-d, 0 or
+    1) is 1, a step changes nothing."""
 
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, dict(momentum=config.muon_momentum))
-        self.steps, self.ranks = config.muon_backend_steps, ranks
+        self.steps, self.ranks, self.banks = config.muon_backend_steps, ranks, {}
         self.found_inf = torch.zeros((), device=ranks.device)
+        # CPUs without bfloat16 units multiply it a thousand times slower than float32.
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
-        self.product = rounded_product if slow else torch.matmul
+        self.compute = torch.float32 if slow else torch.bfloat16
+        for p in self.param_groups[0]["params"]:
+            self.banks.setdefault(p.shape, []).append(p)
+        for shape, params in self.banks.items():
+            momentum = torch.zeros(len(params), *shape, device=ranks.device)
+            self.banks[shape] = params, momentum
+            self.state |= {p: {"momentum_buffer": part} for p, part in zip(params, momentum)}
 
     @torch.no_grad()
     def step(self) -> None:
-        group, skip = self.param_groups[0], self.found_inf.bool()
-        sizes = [p.numel() for p in group["params"]]
-        updates = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=self.ranks.device)
+        group, skip, ranks = self.param_groups[0], self.found_inf.bool(), self.ranks
         decay = torch.where(skip, 1.0, group["momentum"])
-        for i, (p, update) in enumerate(zip(group["params"], updates.split(sizes))):
-            if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            grad = torch.where(skip, 0.0, p.grad)
-            buffer = self.state[p]["momentum_buffer"].mul_(decay).add_(grad)
-            if i % self.ranks.world_size == self.ranks.rank:
-                nesterov = grad.add(buffer, alpha=group["momentum"])
-                scale = max(1, p.size(0) / p.size(1)) ** 0.5
-                result = orthogonalize(nesterov, self.steps, self.product)
-                update.copy_(result.mul_(scale).flatten())
-        self.ranks.reduce(updates.mul_(1 - self.found_inf))
-        for p, update in zip(group["params"], updates.split(sizes)):
-            p.add_(update.view_as(p), alpha=-group["lr"])
+        for shape, (params, momentum) in self.banks.items():
+            grads = torch.where(skip, 0.0, torch.stack([p.grad for p in params]))
+            momentum.mul_(decay).add_(grads)
+            share = -(-len(params) // ranks.world_size)  # the last ranks may have less, or nothing
+            part = slice(share * ranks.rank, share * (ranks.rank + 1))
+            updates = grads[part].add_(momentum[part], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            scale = max(1, shape[0] / shape[1]) ** 0.5 * (1 - self.found_inf)
+            updates = orthogonalize(updates, self.steps, self.compute) * scale.bfloat16()
+            updates = ranks.gather(updates.contiguous())[:len(params)].to(params[0].dtype)
+            torch._foreach_add_(params, list(updates), alpha=-group["lr"])
 
 def build_optimizers(run: "Run") -> None:
     """Gives the run optimizers without a past, and the loss scaling that only float16 needs. Adam
@@ -865,17 +859,23 @@ def evaluate(run: "Run") -> dict[str, float]:
     val_loss, nats per token; val_bpb, bits per byte of the text as tokenized (the published
     convention); and, where the tokenizer changes text, val_bpb_raw, per byte of the original."""
     config, ranks, length = run.config, run.ranks, run.config.train_seq_len
-    batch = config.val_batch_size // (ranks.world_size * config.grad_accum_steps * length)
     rows = (len(run.val_tokens) - 1) // length
-    first, last = (rows * (ranks.rank + i) // ranks.world_size for i in (0, 1))
+    share = -(-rows // ranks.world_size)  # rows of a rank, in forwards of one shape
+    limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+    limit = min(limit, config.micro_batch_tokens) // length
+    batch = -(-share // -(-share // limit))
+    first, last = share * ranks.rank, min(rows, share * (ranks.rank + 1))
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
     nats = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(first, last, batch):
         stop = min(start + batch, last)
         span = run.val_tokens[start * length:stop * length + 1].view(np.int16)
         span = to_ids(torch.from_numpy(span), ranks.device)
-        loss = run.forward(span[:-1].view(-1, length), span[1:].view(-1, length))
-        nats += loss.to(device).double() * (stop - start) * length
+        inputs, targets = span[:-1].view(-1, length), span[1:].view(-1, length)
+        if missing := batch - len(inputs):
+            inputs = F.pad(inputs, (0, 0, 0, missing))
+            targets = F.pad(targets, (0, 0, 0, missing), value=-100)  # is left out of the mean
+        nats += run.model(inputs, targets).to(device).double() * (stop - start) * length
     total = ranks.reduce(nats).item()
     counts = {"val_bpb": run.val_bytes, "val_bpb_raw": run.val_raw_bytes}
     bits = {name: total / math.log(2) / n for name, n in counts.items() if n is not None}
@@ -1040,9 +1040,10 @@ def export(run: "Run", source: str) -> None:
 CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
 # Settings that a resumed run may change: what is trained stays the same mathematics.
 HARMLESS = ("run_id out_dir init_from data_path tokenizer_path device compile attn "
-            "matmul_precision grad_accum_steps warmup_steps val_loss_every val_batch_size resume "
-            "train_log_every checkpoint_every checkpoint_dir keep_checkpoints skip_nonfinite "
-            "export_only int8_keep_float_max_numel int8_keep_float_fp32_name_patterns").split()
+            "matmul_precision grad_accum_steps micro_batch_tokens warmup_steps val_loss_every "
+            "val_batch_size resume train_log_every checkpoint_every checkpoint_dir "
+            "keep_checkpoints skip_nonfinite export_only int8_keep_float_max_numel "
+            "int8_keep_float_fp32_name_patterns").split()
 
 def find_checkpoints(config: Config, ending: str = "") -> list[Path]:
     """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first. Those
@@ -1140,9 +1141,8 @@ def restore(run: "Run", state: dict, path: Path) -> None:
     """Puts the run where the checkpoint was made. ValueError: its tensors are not of this run."""
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p)
-    for optimizer in run.optimizers:  # a step makes their tensors, which are then replaced
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    run.optimizers[0].step()  # makes Adam's tensors, which are then replaced
+    run.model.zero_grad(set_to_none=True)
     wanted = state_tensors(run)
     try:
         check_tensors(state["tensors"], wanted)
@@ -1180,25 +1180,23 @@ def check_faults(run: "Run", known: int) -> int:
 def catch_signals(run: "Run") -> None:
     """Lets SIGTERM and SIGINT end the run after a step and a checkpoint; a second one ends it now,
     unless it comes at once: launchers repeat what a terminal has sent to all."""
-    def handle(number: int, _) -> None:
-        if run.signal and time.monotonic() > first[0] + 2:
+    def handle(number: int, _, first=[]) -> None:
+        if first and time.monotonic() > first[0] + 2:
             os._exit(128 + number)
-        if not run.signal:
-            first[0], run.signal = time.monotonic(), number
+        first.append(time.monotonic())
+        run.signal = run.signal or number
 
-    first = [0.0]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
 
 # ---- Training ----------------------------------------------------------------------------------
 @dataclass
 class Run:
-    """What a run is made of. `forward` is the model, compiled where that is on."""
+    """What a run is made of."""
     config: Config
     ranks: Ranks
     log: RunLog
     model: GPT
-    forward: nn.Module
     loader: TokenLoader | None
     val_tokens: np.ndarray
     val_bytes: int
@@ -1221,8 +1219,10 @@ def train_step(run: Run, factor: float) -> tuple[Tensor, Tensor]:
         group["lr"] = group["base_lr"] * factor
         if "momentum" in group:
             group["momentum"] = muon_momentum(config, run.step)
-    for _ in range(config.grad_accum_steps):
-        loss = run.forward(*run.loader.next_batch()) / config.grad_accum_steps
+    inputs, targets = run.loader.next_batch()
+    rows = config.micro_batch_tokens // config.train_seq_len
+    for x, y in zip(inputs.split(rows), targets.split(rows)):
+        loss = run.model(x, y) * (len(x) / len(inputs))
         run.scaler.scale(loss).backward()
         loss_sum = loss_sum + loss.detach()
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
@@ -1259,21 +1259,26 @@ def warm_up(run: Run) -> None:
 
 def train(run: Run) -> int:
     """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
-    0. The training clock is the time since `origin`, which validations move by what they take."""
+    0. The training clock is the time since `origin`, which validations move by what they take. The
+    ranks agree on it, and wait for their devices, every tenth step and near the cap; in between it
+    goes on at its pace, so that all stop, and change their rate, at the same step."""
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
-    capped, asked, mean_loss = config.max_wallclock_seconds > 0, 0, math.nan
-    since, faults, origin = (run.step, run.time_ms), 0, ranks.now_ms() - run.time_ms
+    cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
+    asked, faults = 0, 0
+    logged = agreed = (run.step, run.time_ms)
+    origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
     amount, by_time = float(every.rstrip("s")), every.endswith("s")
     saved = time.monotonic() if by_time else run.step
-    stopped = capped and run.time_ms >= config.max_wallclock_seconds * 1000
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
     while True:
-        last = stopped or run.step >= config.iterations
+        last = run.time_ms >= cap_ms or run.step >= config.iterations
         if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
             paused = ranks.now_ms()
             score, val_ms = evaluate(run), paused - origin
             times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(run.step, 1):.2f}ms"
             log.line(f"step:{run.step}/{config.iterations} {score_text(score, 4, times)}")
             log.event("val", step=run.step, **score, train_time_ms=val_ms)
+            gc.collect()
             origin += ranks.now_ms() - paused
         if last:
             break
@@ -1281,24 +1286,21 @@ def train(run: Run) -> int:
         log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
         before = int(run.loader.epochs())
         loss, norm = train_step(run, factor)
-        run.step += 1
+        run.step, run.time_ms = run.step + 1, run.time_ms + pace
         if run.loader.epochs() >= before + 1:
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
                      f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
-        run.time_ms = 1000 * time.perf_counter() - origin
-        ended = run.step >= config.iterations
-        if log_this or capped or ended or ranks.device.type == "cpu" or run.step % 10 == 0:
-            # All ranks learn the same, so that they stop, and change their rate, at the same step.
+        ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
+        if log_this or ended or near or ranks.device.type == "cpu" or run.step % 10 == 0:
             run.time_ms, asked = ranks.largest(ranks.now_ms() - origin, run.signal)
-            faults = check_faults(run, faults)
-            stopped = capped and run.time_ms >= config.max_wallclock_seconds * 1000
-        eta = (config.iterations - run.step) * run.time_ms / run.step / 1000
-        if capped:
-            eta = min(eta, max(0.0, config.max_wallclock_seconds - run.time_ms / 1000))
+            pace = (run.time_ms - agreed[1]) / (run.step - agreed[0])
+            agreed, faults = (run.step, run.time_ms), check_faults(run, faults)
+        stopped, left = run.time_ms >= cap_ms, cap_ms - run.time_ms
+        eta = max(0.0, min(left, (config.iterations - run.step) * run.time_ms / run.step)) / 1000
         if log_this or stopped:
             mean_loss = loss.item()
-            log_step(run, eta, since, mean_loss, norm.item())
-            since = (run.step, run.time_ms)
+            log_step(run, eta, logged, mean_loss, norm.item())
+            logged = agreed
         log.progress(f"step {run.step}/{config.iterations} loss {mean_loss:.4f} "
                      f"eta {eta / 60:.1f}m")
         now = time.monotonic() if by_time else run.step
@@ -1309,8 +1311,9 @@ def train(run: Run) -> int:
             if run.writer:  # a launcher ends all ranks as soon as one has left
                 run.writer.join()
             log.line(f"stopped: signal {asked:.0f} after step:{run.step}; RESUME=auto goes on")
-            return int(asked)
-    if run.step < config.iterations:
+            break
+    gc.enable()
+    if run.step < config.iterations and not asked:
         text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
     if run.loader:
@@ -1318,30 +1321,45 @@ def train(run: Run) -> int:
         log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
         log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
-    return 0
+    return int(asked)
 
 def compile_model(run: Run) -> None:
-    """Compiles the model, or warns and leaves it as it is where the compiler does not work."""
-    compiled = torch.compile(run.model, dynamic=False, fullgraph=True)
-    try:
-        compiled(*run.loader.next_batch()).backward()
-        run.forward = compiled
-    except Exception as error:  # compilers fail in many ways, and training goes on without them
-        run.log.line(f"warning: a compiled step fails, so no compiling: {str(error)[:200]!r}")
+    """Compiles the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
+    and runs as fast. A machine's first rank goes first, and the others find its cache. Where the
+    compiler fails, it warns and leaves the model as it is."""
+    rows = run.config.micro_batch_tokens // run.config.train_seq_len
+    inputs, targets = run.loader.next_batch()
+    for turn in (True, False):
+        if turn == (os.environ.get("LOCAL_RANK", "0") == "0"):
+            for part in [run.model] if run.ranks.device.type == "cuda" else run.model.blocks:
+                part.compile(dynamic=False, fullgraph=True)
+            try:
+                run.model(inputs[:rows], targets[:rows]).backward()
+            except Exception as error:  # compilers fail in many ways
+                torch.compiler.set_stance("force_eager")
+                run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
+        run.ranks.largest(0)  # waits for all
     run.loader.position = 0
     run.model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
     """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
-    native, on_cuda = bfloat16_is_native(ranks.device), ranks.device.type == "cuda"
-    auto = {"dtype": "bfloat16" if native else "float32", "compile": str(int(on_cuda))}
+    on_cuda, on_cpu = (ranks.device.type == kind for kind in ("cuda", "cpu"))
+    builds = on_cpu and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    auto = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else "float32",
+            "compile": "1" if on_cuda or builds else "0"}
     auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
     resumed = checkpoint and CHECKPOINT_NAME.fullmatch(checkpoint.name)[1]
     auto |= {"device": ranks.device.type, "run_id": config.run_id or resumed or new_run_id()}
-    config = replace(config, **auto)
-    attn, repeat_kv = choose_attention(config, ranks.device)
     accum, tokens = split_batch(config, ranks.world_size)
-    return replace(config, attn=attn, grad_accum_steps=accum, train_batch_tokens=tokens), repeat_kv
+    span, length = tokens // (accum * ranks.world_size), config.train_seq_len
+    cached = (1 << 20) // config.model_dim  # activations of 2 MB stay in a CPU's cache
+    limit = config.micro_batch_tokens or (cached if on_cpu else span)
+    rows = next(n for n in range(max(1, limit // length), 0, -1) if accum * span // length % n == 0)
+    config = replace(config, grad_accum_steps=accum, train_batch_tokens=tokens,
+                     micro_batch_tokens=rows * length, **auto)
+    attn, repeat_kv = choose_attention(config, ranks.device)
+    return replace(config, attn=attn), repeat_kv
 
 def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
@@ -1362,7 +1380,7 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     model.to(ranks.device)
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
-    run = Run(config, ranks, RunLog(config, ranks, source), model, model, loader, *validation)
+    run = Run(config, ranks, RunLog(config, ranks, source), model, loader, *validation)
     run.checkpoint = (state, path) if state else None
     announce(run, kind, repeat_kv, overrides)
     for note in notes:
@@ -1372,35 +1390,30 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     build_optimizers(run)
     return run
 
-def announce(run: Run, tokenizer_kind: str, repeat_kv: bool, overrides: dict) -> None:
+def announce(run: Run, kind: str, repeat_kv: bool, overrides: dict) -> None:
     """Logs what the run is about to do, in the lines that parsers of the field know."""
-    config, log, tied = run.config, run.log, run.config.tie_embeddings
-    settings = {f.name.upper(): getattr(config, f.name) for f in fields(Config)}
-    on = {name: name == config.attn for name in ("cudnn", "flash", "efficient", "math")}
+    c, attn = run.config, {"efficient": "mem_efficient"}.get(run.config.attn, run.config.attn)
+    settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
+    backends = " ".join(f"{x}={x == attn}" for x in ("cudnn", "flash", "mem_efficient", "math"))
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
-    pattern = str(find_shards(config, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
-    log.event("config", config=settings, overrides=overrides)
-    for text in (
-        f"val_bpb:enabled tokenizer_kind={tokenizer_kind} tokenizer_path={config.tokenizer_path}",
-        f"train_loader:dataset:{Path(config.data_path).name} train_shards:{shards} "
-        f"tokens:{tokens} loader:{config.loader} align_bos:{config.align_bos}",
-        f"val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}",
-        f"model_params:{sum(p.numel() for p in run.model.parameters())}",
-        f"world_size:{run.ranks.world_size} grad_accum_steps:{config.grad_accum_steps} "
-        f"device:{run.ranks.device} dtype:{config.dtype} compile:{config.compile}",
-        f"sdp_backends:cudnn={on['cudnn']} flash={on['flash']} mem_efficient={on['efficient']} "
-        f"math={on['math']} repeated_kv_heads={repeat_kv}",
-        f"attention_mode:gqa num_heads:{config.num_heads} num_kv_heads:{config.num_kv_heads}",
-        f"tie_embeddings:{tied} embed_lr:{config.tied_embed_lr if tied else config.embed_lr} "
-        f"head_lr:{0.0 if tied else config.head_lr} matrix_lr:{config.matrix_lr} "
-        f"scalar_lr:{config.scalar_lr}",
-        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
-        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
-        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"seed:{config.seed}",
-        f"config:{json.dumps({**settings, 'overrides': overrides})}",
-    ):
-        log.line(text)
+    pattern = str(find_shards(c, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
+    run.log.event("config", config=settings, overrides=overrides)
+    run.log.line(f"""val_bpb:enabled tokenizer_kind={kind} tokenizer_path={c.tokenizer_path}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
+loader:{c.loader} align_bos:{c.align_bos}
+val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}
+model_params:{sum(p.numel() for p in run.model.parameters())}
+world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
+dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
+sdp_backends:{backends} repeated_kv_heads={repeat_kv}
+attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
+tie_embeddings:{c.tie_embeddings} embed_lr:{c.tied_embed_lr if c.tie_embeddings else c.embed_lr} \
+head_lr:{0.0 if c.tie_embeddings else c.head_lr} matrix_lr:{c.matrix_lr} scalar_lr:{c.scalar_lr}
+train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
+iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
+max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
+seed:{c.seed}
+config:{json.dumps({**settings, "overrides": overrides})}""")
 
 def main() -> None:
     """One run: set up, warm up, train, export, score what was exported."""
@@ -1426,12 +1439,12 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"{name}: {error}")
     except RuntimeError as error:
-        text, rank = str(error), os.environ.get("RANK", "0")
+        where, text = f"{name}: rank {os.environ.get('RANK', '0')}", str(error)
         if "out of memory" in text or "t allocate memory" in text:
-            sys.exit(f"{name}: rank {rank}: {text[:400]}\nFor less memory: more GRAD_ACCUM_STEPS, "
-                     "a smaller TRAIN_SEQ_LEN, MODEL_DIM or NUM_LAYERS, or COMPILE=1")
+            sys.exit(f"{where}: {text[:400]}\nFor less memory: a smaller MICRO_BATCH_TOKENS, "
+                     "TRAIN_SEQ_LEN, MODEL_DIM or NUM_LAYERS, or COMPILE=1")
         if dist.is_initialized() and any(word in text for word in ("gloo", "NCCL", "Connection")):
-            sys.exit(f"{name}: rank {rank} has lost another rank, which the launcher names: {text}")
+            sys.exit(f"{where} has lost another rank, which the launcher names: {text}")
         raise
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left

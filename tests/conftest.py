@@ -24,7 +24,8 @@ TINY = {
     "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "32",
     "TRAIN_BATCH_TOKENS": "1024", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1",
     "WARMDOWN_ITERS": "2", "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0",
-    "MUON_MOMENTUM_WARMUP_STEPS": "2",
+    "MUON_MOMENTUM_WARMUP_STEPS": "2", "COMPILE": "0",
+    "MICRO_BATCH_TOKENS": "128",
 }
 
 
@@ -82,6 +83,7 @@ def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
     try:
         train_gpt.main()
     finally:
+        gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -253,7 +253,7 @@ def checkpoint_cost(folder: Path, data: Path) -> tuple[str, int]:
                               train_batch_tokens=1024, grad_accum_steps=8)
     log = types.SimpleNamespace(event=lambda *a, **k: None, line=print)
     model = train_gpt.GPT(config)
-    run = train_gpt.Run(config, one_process(), log, model, model, train_gpt.TokenLoader(config, one_process(), 1),
+    run = train_gpt.Run(config, one_process(), log, model, train_gpt.TokenLoader(config, one_process(), 1),
                         None, 0, None)
     train_gpt.build_optimizers(run)
     for p in model.parameters():

@@ -307,7 +307,7 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e37])  # the last has a finite loss
 def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
-    run = make_run(grad_accum_steps=2, skip_nonfinite=2)
+    run = make_run(micro_batch_tokens=32, skip_nonfinite=2)
     tokens = torch.randint(0, 260, (2, 33))
     run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
     broken_forward(monkeypatch, {3, 4, 7, 10, 11}, value)
@@ -333,11 +333,10 @@ def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loa
     assert "SKIP_NONFINITE=N" in str(stop.value)
     batch = next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"]
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")), 1)
-    for _ in range(8 * 4):
+    for _ in range(4):
         stream.next_batch()
-    read = [token for _ in range(8) for x, y in [stream.next_batch()]
-            for row in (torch.cat((x, y[:, -1:]), 1) if loader == "shuffled" else [torch.cat((x.flatten(), y[-1, -1:]))])
-            for token in row.tolist()]
+    x, y = (part if loader == "shuffled" else part.view(8, -1) for part in stream.next_batch())
+    read = torch.cat((x, y[:, -1:]), 1).flatten().tolist()
     named = [int(token) for name, at, count in batch
              for token in train_gpt.open_shard(data / name)[at:at + count]]
     assert named == read
@@ -423,9 +422,9 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, d
 
 @pytest.mark.parametrize("error, wanted", [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
-     "Tried to allocate 2.00 GiB.*1 GiB is free.*GRAD_ACCUM_STEPS.*TRAIN_SEQ_LEN.*COMPILE"),
+     "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS.*TRAIN_SEQ_LEN.*COMPILE"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-     "tried to allocate 9 bytes.*GRAD_ACCUM_STEPS")])
+     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS")])
 def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, wanted):
     def train(run):
         raise error
