@@ -122,7 +122,10 @@ class Meter:
             if self.calls == 2 + self.steps:
                 self.result["step_s"] = (self.now() - self.first) / self.steps
                 run.loader.next_batch = self.phase("load", run.loader.next_batch)
-                run.forward = self.phase("forward", run.forward)
+                if hasattr(run, "forward"):  # until 7b52469 the compiled model had a name of its own
+                    run.forward = self.phase("forward", run.forward)
+                else:
+                    type(run.model).__call__ = self.phase("forward", type(run.model).__call__)
                 torch.Tensor.backward = self.phase("backward", torch.Tensor.backward)
                 for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
                     function = getattr(torch.distributed, name)

@@ -1,5 +1,6 @@
 """Optimizers and schedules against independent references."""
 
+import math
 import types
 
 import pytest
@@ -143,6 +144,74 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     assert total >= 60_000 > total - 1000 * durations[len(factors) - 1] and steps == len(factors)
     assert any(line.startswith(f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200")
                for line in lines)
+
+
+def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatch):
+    """As on a GPU, where agreeing waits for the device: 100 ms a step, then 130 from step 300 on."""
+    clock, agreed, factors = [0.0], [], []
+
+    def train_step(run, factor):
+        factors.append((run.time_ms, factor))
+        clock[0] += 100.0 if run.step < 300 else 130.0
+        return torch.tensor(1.0), torch.tensor(1.0)
+
+    def largest(*values):
+        agreed.append(run.step)
+        return list(values)
+
+    for name, value in (("train_step", train_step), ("log_step", lambda *a: None),
+                        ("evaluate", lambda run: {"val_loss": 1.0, "val_bpb": 1.0}),
+                        ("peak_memory_mib", lambda device: (0, 0))):
+        monkeypatch.setattr(train_gpt, name, value)
+    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
+    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None, progress=lambda text: None)
+    run.loader = types.SimpleNamespace(epochs=lambda: 0.5, unique_tokens=lambda: 1, tokens=2)
+    run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
+                                      now_ms=lambda: clock[0], largest=largest)
+    train_gpt.train(run)
+    assert 60_000 <= clock[0] < 60_130 and run.step == 300 + math.ceil(30_000 / 130)
+    assert agreed[:11] == [*range(1, 11), 20] and agreed[-19:] == list(range(run.step - 18, run.step + 1))
+    assert len(agreed) < 90
+    true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(run.step)]
+    assert all(abs(known - time) <= 10 * 30 for (known, _), time in zip(factors, true))
+    assert factors[-1][1] == pytest.approx(train_gpt.lr_factor(run.config, run.step - 1, true[-1]))
+
+
+def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
+    """One rank, and each of three ranks, whose shares of five matrices are 2, 2 and 1."""
+    def step(ranks):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(8, 24)] * 5 + [(24, 8)] * 2]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        train_gpt.Muon([{"params": params, "lr": 0.02}], tiny_config(), ranks).step()
+        return params
+
+    alone = step(one_process())
+    torch.manual_seed(0)
+    starts = [torch.randn(p.shape) for p in alone]
+    for p, start in zip(alone, starts):
+        grad = torch.randn_like(start)
+        update = train_gpt.orthogonalize((grad + 0.99 * grad)[None], 5)[0]
+        scale = max(1, start.size(0) / start.size(1)) ** 0.5
+        torch.testing.assert_close(p.data, start - 0.02 * scale * update.float(), rtol=0, atol=5e-4)
+    shares = {}
+    for collecting in (True, False):
+        for rank in range(3):
+            calls = []
+
+            def gather(self, part):
+                calls.append(part)
+                shares[rank, len(calls)] = part
+                if collecting:
+                    return torch.cat([part] * 3)
+                return torch.cat([shares[other, len(calls)] for other in range(3)])
+
+            monkeypatch.setattr(train_gpt.Ranks, "gather", gather)
+            params = step(train_gpt.Ranks(rank, 3, torch.device("cpu")))
+            assert [len(part) for part in calls] == [2, 1]
+            if not collecting:
+                assert all(torch.equal(a, b) for a, b in zip(params, alone))
 
 
 def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
