@@ -127,7 +127,7 @@ class Meter:
                 else:
                     type(run.model).__call__ = self.phase("forward", type(run.model).__call__)
                 torch.Tensor.backward = self.phase("backward", torch.Tensor.backward)
-                for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+                for name in ("all_reduce", "all_gather"):
                     function = getattr(torch.distributed, name)
                     setattr(torch.distributed, name, self.phase("synchronise", function))
                 for optimizer in run.optimizers:
