@@ -129,8 +129,7 @@ class Config:
                 f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
         require(self.num_heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
-        require(self.loader == "shuffled" or not self.align_bos,
-                "ALIGN_BOS=1 has no meaning for LOADER=sequential; set LOADER=shuffled")
+        require(self.loader == "shuffled" or not self.align_bos, "ALIGN_BOS=1: set LOADER=shuffled")
         require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
                 f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
         require(self.resume or not self.export_only, "EXPORT_ONLY=1 needs RESUME=auto or a file")
@@ -188,10 +187,9 @@ class Ranks:
 
     def largest(self, *values: float) -> list[float]:
         """The largest of each value over the ranks, once all of them are here."""
-        if self.world_size == 1:  # MPS has no float64
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return self.reduce(tensor, dist.ReduceOp.MAX).tolist()
+        device = self.device if self.world_size > 1 else "cpu"  # MPS has no float64
+        largest = torch.tensor(values, dtype=torch.float64, device=device)
+        return self.reduce(largest, dist.ReduceOp.MAX).tolist()
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
@@ -239,20 +237,19 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 def split_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """Returns micro-steps per rank and tokens per step, rounded to whole rows. A step reads 8 spans
-    of the stream, or 4, 2, 1 if it has fewer rows, where the world size divides that: 1, 2, 4 and 8
+    """Returns spans per rank and tokens per step, rounded to whole rows. A step reads 8 spans of
+    the stream, or 4, 2, 1 if it has fewer rows, where the world size divides that: 1, 2, 4 and 8
     ranks compute the same. Others take the first accumulation from there on that rounds nothing."""
     rows, wanted = config.train_batch_tokens / config.train_seq_len, config.grad_accum_steps
     shared = 2 ** int(math.log2(min(8, max(1, rows))))
     first = wanted or math.ceil(shared / world_size)
     choices = [first] if wanted or shared % world_size == 0 else range(first, 2 * first + 1)
     accum = next((a for a in choices if rows % (world_size * a) == 0), first)
-    spans = accum * world_size
+    least = accum * world_size * config.train_seq_len
     for name in ("train_batch_tokens", "val_batch_size"):
-        require(getattr(config, name) >= spans * config.train_seq_len,
-                f"{name.upper()}={getattr(config, name)} is less than one row of TRAIN_SEQ_LEN for "
-                f"each rank and micro-step; {spans * config.train_seq_len} would do")
-    return accum, max(1, round(rows / spans)) * spans * config.train_seq_len
+        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
+                f"than a row of TRAIN_SEQ_LEN for each rank and span; {least} would do")
+    return accum, max(1, round(config.train_batch_tokens / least)) * least
 
 # ---- Log ---------------------------------------------------------------------------------------
 def new_run_id() -> str:
@@ -292,7 +289,7 @@ class RunLog:
             self.write(self.text, text)
 
     def write(self, file, text: str) -> None:
-        """Adds a line to a file, or tells why not if that is possible: a full disk stops no run."""
+        """Adds a line to a file, or tells why not, if it can: a full disk stops no run."""
         try:
             print(text, file=file, flush=True)
         except OSError as error:
@@ -336,12 +333,11 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """MiB allocated and reserved at most: of the device on CUDA, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
-    try:
+    with suppress(ImportError):  # Windows
         import resource
-    except ImportError:  # Windows
-        return 0, 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, KiB here
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, or KiB
+    return 0, 0
 
 def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> None:
     """Logs a training step; its speed is that since the step and the time of the line before."""
@@ -368,9 +364,9 @@ SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order; ValueError if there are none, or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by: "
-            f"python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024; the "
-            f"challenge's is fetched by: python data/download.py --variant sp1024")
+    require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by "
+            "`python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024`, the "
+            "challenge's is fetched by `python data/download.py --variant sp1024`")
     sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
     require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
     return files
@@ -515,33 +511,31 @@ def load_byte_table(config: Config) -> tuple[str, int, np.ndarray, np.ndarray]:
     -1 if there is none; UTF-8 bytes, uint16 (V, 2), in column 1 after a boundary, in column 0 after
     other tokens; and which are boundaries, bool (V,). ValueError: unreadable, or the vocabulary is
     not VOCAB_SIZE."""
-    path, bos, after_boundary, boundary = config.tokenizer_path, 1, None, None
-    if path == "byte260":
-        kind, lengths = "byte", [0] * 4 + [1] * 256
-    elif path.endswith((".model", ".json")):
-        try:
-            if path.endswith(".model"):
-                kind, (bos, lengths, *marks) = "sentencepiece", sentencepiece_bytes(path)
-                after_boundary, boundary = marks
-            else:
-                data = json.loads(Path(path).read_text(encoding="utf-8"))
-                kind, bos = str(data["kind"]), int(data["bos"])
-                lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
-        except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"TOKENIZER_PATH={path!r} is no SentencePiece model or vocabulary "
-                             f"of data/prepare.py, which prints what to use: {error!r}") from None
-    else:
-        import tiktoken
-        known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
-        require(path in known[3:], f"TOKENIZER_PATH={path!r} is none of {', '.join(known)}")
-        encoding = tiktoken.get_encoding(path)
-        kind, bos = "tiktoken", encoding.eot_token
-        lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
-        for text in encoding.token_byte_values():
-            lengths[encoding.encode_single_token(text)] = len(text)
+    path, bos, first, boundary = config.tokenizer_path, 1, None, None
+    try:
+        if path == "byte260":
+            kind, lengths = "byte", [0] * 4 + [1] * 256
+        elif path.endswith(".model"):
+            kind, (bos, lengths, first, boundary) = "sentencepiece", sentencepiece_bytes(path)
+        elif path.endswith(".json"):
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind, bos = str(data["kind"]), int(data["bos"])
+            lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
+        else:
+            import tiktoken
+            known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
+            require(path in known[3:], f"it is none of {', '.join(known)}")
+            encoding = tiktoken.get_encoding(path)
+            kind, bos = "tiktoken", encoding.eot_token
+            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"TOKENIZER_PATH={path!r} is no vocabulary that can be read ({error}); "
+                         "data/prepare.py makes one and prints what to set") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
-    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
+    table = np.array([lengths, first or lengths], dtype=np.uint16).T
     return kind, bos, table, np.array(boundary or [False] * len(lengths))
 
 def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool]]:
@@ -576,26 +570,25 @@ def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | No
 def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
     """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
-    path = Path(config.data_path, "manifest.json")
-    file, raw = Path(config.tokenizer_path), None  # tokenizers known by name have no file
-    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    path, file, raw = Path(config.data_path, "manifest.json"), Path(config.tokenizer_path), None
+    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None  # or known by name
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
             return None
-        tokenizer, split = manifest["tokenizer"], manifest["splits"]["val"]
-        pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
+        tokenizer, split, original = manifest["tokenizer"], manifest["splits"]["val"], charged
+        if tokenizer["changes_text"]:
+            files = sorted(path.parent.glob("*_val_bytes_*.bin"))
+            raw = np.concatenate([np.zeros(0, np.uint16), *map(open_shard, files)])
+            original = int(raw.sum(dtype=np.int64))
+        facts = (("as sha256 of the tokenizer", tokenizer["sha256"], digest),
                  ("validation tokens", split["tokens"], token_count),
-                 ("bytes of decoded text", split["decoded_bytes"], charged)]
-        original_bytes, changes_text = split["bytes"], tokenizer["changes_text"]
+                 ("bytes of decoded text", split["decoded_bytes"], charged),
+                 ("bytes of original text", split["bytes"], original),
+                 ("tokens with bytes", token_count if raw is None else len(raw), token_count))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
-    if changes_text:
-        files = sorted(path.parent.glob("*_val_bytes_*.bin"))
-        raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
-        pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
-    original = charged if raw is None else int(raw.sum(dtype=np.int64))
-    for what, wanted, found in (*pairs, ("bytes of original text", original_bytes, original)):
+    for what, wanted, found in facts:
         require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
                 f"{config.tokenizer_path!r} give {found}: the score would be wrong")
     return None if raw is None else raw[1:]
@@ -895,12 +888,13 @@ PICKLED = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parame
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
     rows = tensor.float() if tensor.ndim == 2 else tensor.float().reshape(1, -1)
-    at = INT8_PERCENTILE * (rows.size(1) - 1)  # interpolated linearly, found by a partial sort
-    top = rows.abs().topk(rows.size(1) - int(at)).values
+    at, values = INT8_PERCENTILE * (rows.size(1) - 1), rows.abs()
+    top = values.topk(rows.size(1) - int(at)).values  # a partial sort; interpolated linearly
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], at - int(at))
     scale = clip.clamp_min(1) / 127 if tensor.ndim == 2 else (clip / 127).where(clip > 0, 1)
-    clipped = torch.minimum(torch.maximum(rows, -clip), clip)  # three times as fast as clamp
-    quantized = clipped.div_(scale).round_().to(torch.int8)  # at most clip / scale, so 127
+    torch.maximum(rows, -clip, out=values)  # with minimum three times as fast as clamp
+    torch.minimum(values, clip, out=values)
+    quantized = values.div_(scale).round_().to(torch.int8)  # clip / scale is 127 at most
     scale = scale[:, 0].half() if tensor.ndim == 2 else scale.squeeze()
     return quantized.view(tensor.shape), scale
 
@@ -1001,13 +995,13 @@ def write_whole(path: Path, data: bytes) -> None:
         raise OSError(f"{path} could not be written: {error}; if CHECKPOINT_EVERY is set, "
                       "RESUME=auto goes on from the latest checkpoint") from None
 
+def saved(value) -> bytes:
+    """What torch.save writes."""
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
 def export(run: "Run", source: str) -> None:
     """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
-    def saved(value) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
-
     log, folder, code = run.log, Path(run.config.out_dir), len(source.encode("utf-8"))
     if run.ranks.rank == 0:
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
@@ -1065,29 +1059,25 @@ def read_checkpoint(path: Path) -> dict:
         require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
                 "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
         state = read_archive(data)
-        require(state["format"] in (1,), "its format is not 1")
+        require(type(state["step"]) is int and state["format"] in (1,), "no checkpoint of format 1")
         plain = (*state["config"].values(), *state["shards"], *state["config"])
         require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
         return state
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
 
-def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
+def find_resumable(config: Config) -> tuple[Path | None, dict | None, list[str]]:
     """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
     ValueError: the named one is not whole."""
-    path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
-    state = None
-    searches = config.resume == "auto" and ranks.rank == 0
-    for candidate in find_checkpoints(config) if searches else ():
+    notes = []
+    if config.resume not in ("", "auto"):
+        return Path(config.resume), read_checkpoint(Path(config.resume)), notes
+    for path in find_checkpoints(config) if config.resume else ():
         try:
-            path, state = candidate, read_checkpoint(candidate)
-            break
+            return path, read_checkpoint(path), notes
         except ValueError as error:
-            lines.append(f"warning: {error}")
-    if ranks.world_size > 1:  # all go on from the one that the main rank found
-        dist.broadcast_object_list(choice := [path])
-        path = choice[0]
-    return path, read_checkpoint(path) if path and not state else state, lines
+            notes.append(f"warning: {error}")
+    return None, None, notes
 
 def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
@@ -1120,10 +1110,8 @@ def save_checkpoint(run: "Run") -> None:
              "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
 
     def write() -> None:
-        config, buffer = run.config, io.BytesIO()
+        config, data = run.config, saved(state)
         folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
-        torch.save(state, buffer)
-        data = buffer.getvalue()
         name = f"{config.run_id}_{state['step']:08d}_{sha256(data).hexdigest()[:16]}.pt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -1368,7 +1356,10 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    path, state, notes = find_resumable(config, ranks)
+    path, state, notes = find_resumable(config)
+    step = state["step"] if state else -1
+    require([step, -step] == ranks.largest(step, -step), f"RESUME={config.resume}: the ranks find "
+            "different checkpoints; CHECKPOINT_DIR has to be one folder for all machines")
     require(state or not config.export_only, f"EXPORT_ONLY=1: RESUME={config.resume} finds nothing")
     config, repeat_kv = resolve(config, ranks, path)
     kind, bos, *validation = load_validation(config)

@@ -229,11 +229,11 @@ def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
         try:
             train_gpt.load_byte_table(tiny_config(tokenizer_path=str(path), vocab_size=320))
         except ValueError as error:
-            assert str(path) in str(error) and ("is no SentencePiece model" in str(error) or "VOCAB_SIZE" in str(error))
-            refused += "UnicodeDecodeError" in str(error)
+            assert str(path) in str(error) and ("is no vocabulary" in str(error) or "VOCAB_SIZE" in str(error))
+            refused += "codec can't decode" in str(error)
     assert refused
 
 
 def test_unknown_tokenizer_names_are_listed():
-    with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3' is none of .*byte260.*gpt2"):
+    with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3'.* is none of .*byte260.*gpt2"):
         train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))

@@ -165,14 +165,14 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
-    refused({"format": 2}, "its format is not 1")
+    refused({"format": 2}, "no checkpoint of format 1")
     refused({"position": -1}, "step, clock or position cannot be")
     refused({"time_ms": float("nan")}, "step, clock or position cannot be")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "it is no checkpoint")
     refused({"tensors": {**state["tensors"], name: torch.zeros(3)}}, f"{name} is not the")
     refused({"tensors": {**state["tensors"], name: "text"}}, f"{name} is not the")
     refused({"tensors": {}}, "it lacks, or should not have")
-    refused({"step": "three"}, "is of no run like this one")
+    refused({"step": "three"}, "no checkpoint of format 1")
     refused({"config": {}}, "RESUME: .* other settings")
     refused({"config": 3}, "cannot be used: ")
     refused({"shards": None}, "cannot be used: ")
@@ -213,10 +213,10 @@ whole, step = train_gpt.write_whole, train_gpt.train_step
 def slow(path, data):
     time.sleep(4)
     whole(path, data)
-def signalled(run, factor):
+def signalled(run, factor, **more):
     if os.environ["RANK"] == "1" and run.step == 5:
         os.kill(os.getpid(), 15)
-    return step(run, factor)
+    return step(run, factor, **more)
 train_gpt.write_whole, train_gpt.train_step = slow, signalled
 train_gpt.main()
 """)
@@ -327,7 +327,7 @@ def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
 def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loader, capsys):
-    broken_forward(monkeypatch, {8 * 5 + 3})  # the warm-up's step comes first: this is step 5
+    broken_forward(monkeypatch, {1 + 8 * 4 + 3})  # the warm-up's forward comes first: this is step 5
     with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite.*tiny_train_00000\d.bin at token \d+") as stop:
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader)
     assert "SKIP_NONFINITE=N" in str(stop.value)
@@ -345,7 +345,7 @@ def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loa
 
 
 def test_tolerated_steps_are_logged_and_the_run_goes_on(tmp_path, monkeypatch, data):
-    broken_forward(monkeypatch, {8 * 3 + 1, 8 * 6 + 8})
+    broken_forward(monkeypatch, {1 + 8 * 2 + 1, 1 + 8 * 5 + 8})
     log = tiny_run(monkeypatch, tmp_path, data, SKIP_NONFINITE=2)
     assert [e["step"] for e in log if e["event"] == "nonfinite"] == [3, 6]
     assert log[-1]["event"] == "final" and np.isfinite(log[-1]["val_loss"])
@@ -358,7 +358,7 @@ import os, sys
 sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
 import pytest, train_gpt, test_faults
 if os.environ["RANK"] == "1":
-    test_faults.broken_forward(pytest.MonkeyPatch(), {{4 * 3 + 1}})
+    test_faults.broken_forward(pytest.MonkeyPatch(), {{1 + 4 * 2 + 1}})
 train_gpt.main()
 """)
     result = subprocess.run(

@@ -1,6 +1,9 @@
 """Optimizers and schedules against independent references."""
 
 import math
+import os
+import shutil
+import sys
 import types
 
 import pytest
@@ -144,6 +147,53 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     assert total >= 60_000 > total - 1000 * durations[len(factors) - 1] and steps == len(factors)
     assert any(line.startswith(f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200")
                for line in lines)
+
+
+def step_of(run, tokens):
+    """The loss, the norm and the parameters after one step on tokens (rows, T + 1)."""
+    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]), position=0)
+    loss, norm = train_gpt.train_step(run, 1.0)
+    return [loss, norm, *(p.detach() for p in run.model.parameters())]
+
+
+def test_micro_batches_compute_what_one_batch_does():
+    tokens = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0))
+    whole = step_of(make_run(micro_batch_tokens=1024), tokens)
+    for size in (32, 128, 512):
+        torch.testing.assert_close(step_of(make_run(micro_batch_tokens=size), tokens), whole, rtol=1e-3, atol=5e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
+                    reason="there is no C++ compiler")
+def test_a_compiled_model_computes_the_same(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
+    eager, run = make_run(), make_run()
+    run.log = types.SimpleNamespace(line=lines.append)
+    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]), position=1)
+    train_gpt.compile_model(run)
+    assert lines == [] and run.loader.position == 0 and all(p.grad is None for p in run.model.parameters())
+    assert run.model.state_dict().keys() == eager.model.state_dict().keys()
+    torch.testing.assert_close(step_of(run, tokens), step_of(eager, tokens), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("micro", [32, 160, 4096])
+def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeypatch, world_size, micro):
+    run = make_run(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192)
+    for p in run.model.parameters():  # as drawn, all tokens are as likely
+        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 260, (47 * 32 + 1,), generator=torch.Generator().manual_seed(2))
+    run.val_tokens, run.val_bytes = tokens.numpy().astype("uint16"), 1000
+    with torch.no_grad():
+        wanted = run.model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
+    shapes, totals, forward = set(), [], run.model.forward
+    monkeypatch.setattr(run.model, "forward", lambda x, y: (shapes.add(x.shape), forward(x, y))[1])
+    monkeypatch.setattr(train_gpt.Ranks, "reduce", lambda self, nats: totals.append(nats.clone()) or nats)
+    for rank in range(world_size):
+        run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
+        train_gpt.evaluate(run)
+    assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
 
 
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatch):

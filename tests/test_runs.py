@@ -1,7 +1,10 @@
 """Whole runs of the script: the log's lines, ranks, devices, and what is found before training."""
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -115,6 +118,27 @@ def test_two_ranks_compute_what_one_does(finished, tmp_path):
             if key in a:
                 assert a[key] == pytest.approx(b[key], rel=2e-4), (key, a, b)
     assert (tmp_path / "out" / "final_model.int8.ptz").exists()
+
+
+def test_ranks_share_the_cores_of_their_machine():
+    """Launchers other than torchrun do not set OMP_NUM_THREADS."""
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(train_gpt.Path(train_gpt.__file__).parent)!r})
+import train_gpt
+torch.set_num_threads(6)
+ranks = train_gpt.start_ranks(train_gpt.Config(device="cpu"))
+part = torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16)
+print(torch.get_num_threads(), ranks.gather(part)[:, 0].tolist(), ranks.largest(ranks.rank, -1.0))
+train_gpt.dist.destroy_process_group()"""
+    clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={
+        **clean, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for i in range(2)]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [0.5, 0.5, 1.5, 1.5] [1.0, -1.0]\n"] * 2
 
 
 def test_three_ranks_round_the_batch_and_stop_together_at_the_cap(finished, tmp_path):
