@@ -1344,8 +1344,9 @@ def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Conf
     auto |= {"device": ranks.device.type, "run_id": config.run_id or resumed or new_run_id()}
     accum, tokens = split_batch(config, ranks.world_size)
     span, length = tokens // (accum * ranks.world_size), config.train_seq_len
-    cached = (1 << 20) // config.model_dim  # activations of 2 MB stay in a CPU's cache
-    limit = config.micro_batch_tokens or (cached if on_cpu else span)
+    size = config.model_dim * getattr(torch, auto.get("dtype", config.dtype)).itemsize
+    # Activations of 2 MB stay in a CPU's cache.
+    limit = config.micro_batch_tokens or ((1 << 21) // size if on_cpu else span)
     rows = next(n for n in range(max(1, limit // length), 0, -1) if accum * span // length % n == 0)
     config = replace(config, grad_accum_steps=accum, train_batch_tokens=tokens,
                      micro_batch_tokens=rows * length, **auto)

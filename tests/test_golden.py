@@ -34,8 +34,7 @@ def golden_run(folder, *more, ranks=0):
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_losses_and_artifact_of_the_reference_run(tmp_path, expected, ranks):
-    more = ["COMPILE=0"] if ranks else []  # one process compiles, where there is a compiler
-    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", *more, ranks=ranks)
+    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", ranks=ranks)
     losses = [event["train_loss"] for event in seen if event["event"] == "train"]
     assert losses[:5] == pytest.approx(expected["train_loss"][:5], abs=3e-4)
     assert losses == pytest.approx(expected["train_loss"], abs=2e-3)
@@ -64,6 +63,8 @@ def test_the_seed_alone_makes_the_initial_weights():
 
 
 def test_a_bfloat16_run_stays_close_to_the_float32_one(tmp_path, expected):
-    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", "DTYPE=bfloat16", "VAL_LOSS_EVERY=0", "COMPILE=0")
+    """In the 20 steps before the learning rate falls."""
+    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", "DTYPE=bfloat16", "VAL_LOSS_EVERY=0",
+                      "ITERATIONS=20", "WARMDOWN_ITERS=0")
     losses = [event["train_loss"] for event in seen if event["event"] == "train"]
-    assert losses == pytest.approx(expected["train_loss"], abs=0.03)
+    assert losses == pytest.approx(expected["train_loss"][:20], abs=0.03) and len(losses) == 20
