@@ -1,0 +1,144 @@
+"""logs/plot.py: what it reads from both kinds of logs, how it compares runs, and that its page stands alone."""
+
+import json
+import re
+import struct
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "logs"))
+import plot  # noqa: E402
+
+SEED_LOG = """print("step:1/9 train_loss:1.0 train_time:1ms")
+{line}
+Running Python 3.11
+{line}
+val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path=m.model
+train_batch_tokens:524288 train_seq_len:1024 iterations:20000 warmup_steps:20 max_wallclock_seconds:600.000
+seed:{seed}
+warmup_step:1/20
+step:0/20000 val_loss:6.9357 val_bpb:4.1077 train_time:0ms step_avg:0.02ms
+step:1/20000 train_loss:6.9370 train_time:34ms step_avg:33.69ms
+step:2/20000 train_loss:16.8366 train_time:64ms step_avg:32.09ms grad_norm:n/a
+step:200/20000 train_loss:2.8514 train_time:8641ms step_avg:43.20ms
+step:200/20000 val_loss:2.0606 val_bpb:1.2172 train_time:8659ms step_avg:43.3ms
+Code size: 47642 bytes
+Serialized model int8+zlib: 15815847 bytes (payload:17178912 raw_torch:17224025 payload_ratio:3.91x)
+final_int8_zlib_roundtrip val_loss:2.0727 val_bpb:1.2244 eval_time:1401ms
+final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.2243657{seed}
+"""
+
+
+def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0):
+    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000, "DATA_PATH": "a/set"}
+    events = [{"event": "config", "config": settings, "overrides": {}}]
+    if resume is not None:
+        events.append({"event": "resume", "step": resume})
+    for step in steps:
+        events.append({"event": "train", "step": step, "train_loss": 5 - step + shift, "train_time_ms": 1000 * step,
+                       "lr": lr, "grad_norm": 0.5, "tok_per_sec": 1000 + step, "mfu": None})
+        if step % 2 == 0:
+            events.append({"event": "val", "step": step, "val_loss": 4 - step / 2 + shift, "val_bpb": 2 - step / 4,
+                           "train_time_ms": 1000 * step})
+    if final:
+        events += [{"event": "export", "artifact_bytes": 900, "code_bytes": 100},
+                   {"event": "final", "step": steps[-1], "val_loss": 2.01, "val_bpb": 1.01}]
+    path.write_text("\n".join(map(json.dumps, events)) + "\n")
+    return path
+
+
+def seed_log(path, seed):
+    path.write_text(SEED_LOG.format(line="=" * 100, seed=seed))
+    return path
+
+
+def test_the_published_trainers_log_is_read_from_its_text(tmp_path):
+    run = plot.read_run(str(seed_log(tmp_path / "train_seed7.log", 7)))
+    assert run.train["step"] == [1, 2, 200] and run.train["loss"] == [6.9370, 16.8366, 2.8514]  # not the source's
+    assert run.train["seconds"] == [0.034, 0.064, 8.641] and all(x != x for x in run.train["lr"])
+    assert run.val["bpb"] == [4.1077, 1.2172] and run.tokens_a_step() == 524288
+    assert run.final == {"val_loss": 2.07269931, "val_bpb": 1.22436577, "artifact_bytes": 15815847, "code_bytes": 47642}
+    assert run.settings["SEED"] == "7" and run.name == f"{tmp_path.name} train_seed7"
+
+
+def test_both_logs_of_a_run_say_the_same(tmp_path, monkeypatch):
+    from conftest import make_shards, run_here, tiny_arguments
+    run_here(monkeypatch, tmp_path, *tiny_arguments(make_shards(tmp_path), RUN_ID="both"))
+    events, text = plot.read_run("both"), plot.read_run("logs/both.txt")
+    assert events.settings["TRAIN_BATCH_TOKENS"] == text.settings["TRAIN_BATCH_TOKENS"] == 1024
+    for part in ("train", "val"):
+        ours, theirs = getattr(events, part), getattr(text, part)
+        assert ours.keys() == theirs.keys() and ours["step"] == theirs["step"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert ours["seconds"] == pytest.approx(theirs["seconds"], abs=1e-3)
+    assert events.train["grad_norm"] == pytest.approx(text.train["grad_norm"], abs=1e-3)
+    assert events.final == pytest.approx(text.final, abs=1e-8)
+
+
+def test_the_table_has_the_settings_that_differ(tmp_path):
+    runs = [plot.read_run(str(write_events(tmp_path / f"{name}.jsonl", lr=lr)))
+            for name, lr in (("first", 0.02), ("second", 0.04))]
+    rows = {row[0]: row[1:] for row in plot.table_of(runs)}
+    assert rows["MATRIX_LR"] == ["0.02", "0.04"] and rows["RUN_ID"] == ["first", "second"] and "SEED" not in rows
+    assert rows["steps"] == ["4", "4"] and rows["tokens, M"] == ["0.0", "0.0"] and rows["training, s"] == ["4.0", "4.0"]
+    assert rows["tokens/s, median"] == ["1,002", "1,002"] and rows["last val_bpb"] == ["1.0000", "1.0000"]
+    assert rows["val_bpb of the artifact"] == ["1.0100", "1.0100"] and rows["artifact and code, bytes"] == ["1,000"] * 2
+    lines = plot.markdown(plot.table_of(runs)).splitlines()
+    assert len({len(line) for line in lines}) == 1 and re.fullmatch(r"(\|-+){3}\|", lines[1])
+
+
+def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
+    runs = [plot.read_run(str(write_events(tmp_path / f"{name}.jsonl", seed, lr, shift=shift)))
+            for name, seed, lr, shift in (("a", 1, 0.02, 0), ("b", 2, 0.02, 0.5), ("c", 3, 0.02, 1), ("d", 1, 0.04, 0))]
+    groups = plot.groups_of(runs)
+    assert {label: [run.name for run in members] for label, members in groups.items()} == {
+        "a and 2 more seeds": ["a", "b", "c"], "d": ["d"]}
+    at, values = plot.band(groups["a and 2 more seeds"], "train", "tokens", "loss")
+    assert at.tolist() == pytest.approx([0.001, 0.002, 0.003, 0.004]) and values.shape == (3, 4)
+    assert values.mean(axis=0).tolist() == [4.5, 3.5, 2.5, 1.5]
+
+
+def test_a_band_ends_where_the_first_of_its_runs_does(tmp_path):
+    long = plot.read_run(str(write_events(tmp_path / "a.jsonl", 1)))
+    short = plot.read_run(str(write_events(tmp_path / "b.jsonl", 2, steps=(1, 3))))
+    at, values = plot.band([long, short], "train", "step", "loss")
+    assert at.tolist() == [1, 2, 3] and values[1].tolist() == [4, 3, 2]  # the middle one is interpolated
+    assert plot.band([long, plot.Run("none")], "train", "step", "loss")[0].size == 0
+
+
+def test_a_resumed_run_begins_with_its_older_log(tmp_path):
+    write_events(tmp_path / "run.20260101-000000-abcdef.jsonl", steps=(1, 2, 3, 4, 5), final=False, shift=9)
+    run = plot.read_run(str(write_events(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)))
+    assert run.train["step"] == [1, 2, 3, 4, 5, 6] and run.train["loss"] == [13, 12, 11, 1, 0, -1]
+    assert run.val["step"] == [2, 4, 6] and len({len(values) for values in run.train.values()}) == 1
+    write_events(tmp_path / "run.jsonl", steps=(1, 2))  # without RESUME the older log is another run's
+    assert plot.read_run(str(tmp_path / "run.jsonl")).train["step"] == [1, 2]
+
+
+def run_plot(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, arguments)])
+    plot.main()
+
+
+def test_picture_and_page(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    first = write_events(tmp_path / "first.jsonl")
+    run_plot(monkeypatch, first, write_events(tmp_path / "<b>.jsonl", lr=1), seed_log(tmp_path / "train_seed1.log", 1),
+             "--html", tmp_path / "page.html")
+    png = (tmp_path / "first.png").read_bytes()
+    assert struct.unpack(">II", png[16:24]) == (1800, 1350)
+    page = (tmp_path / "page.html").read_text()
+    assert "http" not in page and "src='data:image/png;base64," in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert str(tmp_path / "first.png") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content, wanted", [
+    (None, "neither a file nor a RUN_ID"), ("{}\n", "is no log of train_gpt.py"), ("", "has no line of a step"),
+    ("[1\n", "is no log of train_gpt.py"), ('{"event": "train", "step": 1}\n', "is no log of train_gpt.py")])
+def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
+    if content is not None:
+        (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
+        run_plot(monkeypatch, tmp_path / "x.jsonl", "--table")
