@@ -75,10 +75,10 @@ class Config:
     max_wallclock_seconds: float = var(600.0, "s", "cap of the training clock; 0: none")
     warmup_steps: int = var(20, "steps", "unclocked, to prime the kernels; then undone")
     warmdown_iters: int = var(3000, "steps", "last steps, of falling learning rate", low=-math.inf)
-    train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and micro-steps", low=1)
+    train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and spans", low=1)
     train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
     grad_accum_steps: int = var(0, "spans", "read by a rank in a step; 0: 8, over all ranks")
-    micro_batch_tokens: int = var(0, "tokens", "a forward at most; 0: a span; CPU: by cache")
+    micro_batch_tokens: int = var(0, "tokens", "a forward at most, or a row; 0: by device")
     val_loss_every: int = var(1000, "steps", "between validations; 0: only at the end")
     val_batch_size: int = var(524288, "tokens", "a validation forward at most, over all spans")
     train_log_every: int = var(200, "steps", "between log lines after the first ten; 0: no more")
@@ -570,25 +570,26 @@ def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | No
 def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
     """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
-    path, file, raw = Path(config.data_path, "manifest.json"), Path(config.tokenizer_path), None
-    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None  # or known by name
+    path = Path(config.data_path, "manifest.json")
+    file, raw = Path(config.tokenizer_path), None  # tokenizers known by name have no file
+    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
             return None
-        tokenizer, split, original = manifest["tokenizer"], manifest["splits"]["val"], charged
-        if tokenizer["changes_text"]:
-            files = sorted(path.parent.glob("*_val_bytes_*.bin"))
-            raw = np.concatenate([np.zeros(0, np.uint16), *map(open_shard, files)])
-            original = int(raw.sum(dtype=np.int64))
-        facts = (("as sha256 of the tokenizer", tokenizer["sha256"], digest),
+        tokenizer, split = manifest["tokenizer"], manifest["splits"]["val"]
+        pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
                  ("validation tokens", split["tokens"], token_count),
-                 ("bytes of decoded text", split["decoded_bytes"], charged),
-                 ("bytes of original text", split["bytes"], original),
-                 ("tokens with bytes", token_count if raw is None else len(raw), token_count))
+                 ("bytes of decoded text", split["decoded_bytes"], charged)]
+        original_bytes, changes_text = split["bytes"], tokenizer["changes_text"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
-    for what, wanted, found in facts:
+    if changes_text:
+        files = sorted(path.parent.glob("*_val_bytes_*.bin"))
+        raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
+        pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
+    original = charged if raw is None else int(raw.sum(dtype=np.int64))
+    for what, wanted, found in (*pairs, ("bytes of original text", original_bytes, original)):
         require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
                 f"{config.tokenizer_path!r} give {found}: the score would be wrong")
     return None if raw is None else raw[1:]
@@ -694,8 +695,8 @@ class GPT(nn.Module):
                 tensor.data.copy_(tensor.data.bfloat16())
             self.tok_emb.bfloat16()
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) in the compute type for tokens (B, T) int64."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the last block makes of tokens (B, T) int64: (B, T, D) in the compute type."""
         positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32)
         angles = torch.outer(positions, self.frequencies)  # (T, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
@@ -708,15 +709,22 @@ class GPT(nn.Module):
             x = block(x, x0, cos, sin)
             if i < half:
                 pushed.append(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits (B, T, V) in the compute type from `hidden`'s (B, T, D)."""
         head = self.tok_emb if self.lm_head is None else self.lm_head
         logits = F.linear(rms_norm(x), head.weight.to(x.dtype))
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap)
 
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D)."""
+        return F.cross_entropy(self.logits(x).float().flatten(0, 1), targets.flatten())
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy in nats (0-d float32) of targets (B, T) after tokens (B, T)."""
-        logits = self.logits(tokens).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.loss(self.hidden(tokens), targets)
 
     def flops_per_token(self) -> int:
         """Of forward and backward: 6 per weight of a matrix product, and causal attention."""
@@ -765,9 +773,9 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, all matrices of one shape in batched products, which
-    the ranks share out evenly; they exchange the updates in bfloat16. Where `found_inf` (0-d, 0 or
-    1) is 1, a step changes nothing."""
+    """Momentum whose update is orthogonalised, all matrices of one shape in batched products; each
+    rank has a share of every shape, and the updates are gathered in bfloat16. Where `found_inf`
+    (0-d, 0 or 1) is 1, a step changes nothing."""
 
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, dict(momentum=config.muon_momentum))
@@ -1059,25 +1067,29 @@ def read_checkpoint(path: Path) -> dict:
         require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
                 "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
         state = read_archive(data)
-        require(type(state["step"]) is int and state["format"] in (1,), "no checkpoint of format 1")
+        require(state["format"] in (1,), "its format is not 1")
         plain = (*state["config"].values(), *state["shards"], *state["config"])
         require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
         return state
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
 
-def find_resumable(config: Config) -> tuple[Path | None, dict | None, list[str]]:
+def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
     """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
     ValueError: the named one is not whole."""
-    notes = []
-    if config.resume not in ("", "auto"):
-        return Path(config.resume), read_checkpoint(Path(config.resume)), notes
-    for path in find_checkpoints(config) if config.resume else ():
+    path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
+    state = None
+    searches = config.resume == "auto" and ranks.rank == 0
+    for candidate in find_checkpoints(config) if searches else ():
         try:
-            return path, read_checkpoint(path), notes
+            path, state = candidate, read_checkpoint(candidate)
+            break
         except ValueError as error:
-            notes.append(f"warning: {error}")
-    return None, None, notes
+            lines.append(f"warning: {error}")
+    if ranks.world_size > 1:  # all go on from the one that the main rank found
+        dist.broadcast_object_list(choice := [path])
+        path = choice[0]
+    return path, read_checkpoint(path) if path and not state else state, lines
 
 def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
@@ -1143,7 +1155,7 @@ def restore(run: "Run", state: dict, path: Path) -> None:
         torch.set_rng_state(state["random"])
         run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf
-                and int(state["position"]) >= 0, "step, clock or position cannot be")
+                and 0 <= int(state["position"]) < 1 << 62, "step, clock or position cannot be")
         if run.loader:
             run.loader.position = int(state["position"])
     except Exception as error:  # what is hostile fails in many ways
@@ -1251,8 +1263,8 @@ def warm_up(run: Run) -> None:
 def train(run: Run) -> int:
     """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
     0. The training clock is the time since `origin`, which validations move by what they take. The
-    ranks agree on it, and wait for their devices, every tenth step and near the cap; in between it
-    goes on at its pace, so that all stop, and change their rate, at the same step."""
+    ranks agree on it and on signals, and wait for their devices, every tenth step, near the cap and
+    where steps are slow; in between it goes on at its pace, so that all stop at the same step."""
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
     cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
     asked, faults = 0, 0
@@ -1260,6 +1272,8 @@ def train(run: Run) -> int:
     origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
     amount, by_time = float(every.rstrip("s")), every.endswith("s")
     saved = time.monotonic() if by_time else run.step
+    started = run.step
+    gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
     while True:
         last = run.time_ms >= cap_ms or run.step >= config.iterations
@@ -1282,7 +1296,8 @@ def train(run: Run) -> int:
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
                      f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
         ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
-        if log_this or ended or near or ranks.device.type == "cpu" or run.step % 10 == 0:
+        slow = ranks.device.type == "cpu" or pace > 1000 or run.step == started + 1
+        if log_this or ended or near or slow or run.step % 10 == 0:
             run.time_ms, asked = ranks.largest(ranks.now_ms() - origin, run.signal)
             pace = (run.time_ms - agreed[1]) / (run.step - agreed[0])
             agreed, faults = (run.step, run.time_ms), check_faults(run, faults)
@@ -1316,27 +1331,32 @@ def train(run: Run) -> int:
 
 def compile_model(run: Run) -> None:
     """Compiles the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
-    and runs as fast. A machine's first rank goes first, and the others find its cache. Where the
-    compiler fails, it warns and leaves the model as it is."""
+    and runs as fast; there a machine's first rank goes first, and the others find its cache (on a
+    GPU its keys name the device). Where the compiler fails, it warns and the model stays eager."""
+    model, on_cuda = run.model, run.ranks.device.type == "cuda"
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
     inputs, targets = run.loader.next_batch()
+    goes_first = on_cuda or os.environ.get("LOCAL_RANK", "0") == "0"
     for turn in (True, False):
-        if turn == (os.environ.get("LOCAL_RANK", "0") == "0"):
-            for part in [run.model] if run.ranks.device.type == "cuda" else run.model.blocks:
+        if turn == goes_first:
+            for part in [model] if on_cuda else model.blocks:
                 part.compile(dynamic=False, fullgraph=True)
+            if not on_cuda:
+                model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
             try:
-                run.model(inputs[:rows], targets[:rows]).backward()
+                model(inputs[:rows], targets[:rows]).backward()
             except Exception as error:  # compilers fail in many ways
                 torch.compiler.set_stance("force_eager")
                 run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
         run.ranks.largest(0)  # waits for all
     run.loader.position = 0
-    run.model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
     """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
     on_cuda, on_cpu = (ranks.device.type == kind for kind in ("cuda", "cpu"))
     builds = on_cpu and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    builds = not any(ranks.largest(not builds))  # on all machines, for compiling waits for all
     auto = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else "float32",
             "compile": "1" if on_cuda or builds else "0"}
     auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
@@ -1347,7 +1367,8 @@ def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Conf
     size = config.model_dim * getattr(torch, auto.get("dtype", config.dtype)).itemsize
     # Activations of 2 MB stay in a CPU's cache.
     limit = config.micro_batch_tokens or ((1 << 21) // size if on_cpu else span)
-    rows = next(n for n in range(max(1, limit // length), 0, -1) if accum * span // length % n == 0)
+    rows = accum * span // length
+    rows = next(n for n in range(max(1, min(rows, limit // length)), 0, -1) if rows % n == 0)
     config = replace(config, grad_accum_steps=accum, train_batch_tokens=tokens,
                      micro_batch_tokens=rows * length, **auto)
     attn, repeat_kv = choose_attention(config, ranks.device)
@@ -1357,10 +1378,7 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    path, state, notes = find_resumable(config)
-    step = state["step"] if state else -1
-    require([step, -step] == ranks.largest(step, -step), f"RESUME={config.resume}: the ranks find "
-            "different checkpoints; CHECKPOINT_DIR has to be one folder for all machines")
+    path, state, notes = find_resumable(config, ranks)
     require(state or not config.export_only, f"EXPORT_ONLY=1: RESUME={config.resume} finds nothing")
     config, repeat_kv = resolve(config, ranks, path)
     kind, bos, *validation = load_validation(config)

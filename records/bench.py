@@ -76,11 +76,12 @@ def write_tokens(folder: Path, vocabulary: int, train: int, val: int) -> None:
 
 
 class Meter:
-    """Times the parts of a run of another module, whatever their insides are."""
+    """Times the parts of a run of another module, whatever their insides are. The clock of whole steps starts behind
+    the first `skip` of them: on a GPU the trainer waits for each of the first ten, to log it."""
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, skip: int = 0):
         self.result, self.phases, self.inner = {}, dict.fromkeys(PHASES, 0.0), [0.0]
-        self.calls, self.steps, self.counts = 0, steps, False
+        self.calls, self.steps, self.skip, self.counts = 0, steps, skip, False
 
     def now(self) -> float:
         import torch
@@ -117,9 +118,9 @@ class Meter:
         def timed(run, *args, **kwargs):
             import torch
             self.calls += 1
-            if self.calls == 2:
+            if self.calls == 2 + self.skip:
                 self.first = self.now()
-            if self.calls == 2 + self.steps:
+            if self.calls == 2 + self.skip + self.steps:
                 self.result["step_s"] = (self.now() - self.first) / self.steps
                 run.loader.next_batch = self.phase("load", run.loader.next_batch)
                 if hasattr(run, "forward"):  # until 7b52469 the compiled model had a name of its own
@@ -132,7 +133,7 @@ class Meter:
                     setattr(torch.distributed, name, self.phase("synchronise", function))
                 for optimizer in run.optimizers:
                     optimizer.step = self.phase("optimizer", optimizer.step)
-            self.counts = self.calls >= 2 + self.steps
+            self.counts = self.calls >= 2 + self.skip + self.steps
             value = train_step(run, *args, **kwargs)
             self.counts = False
             if self.calls == 1:
@@ -163,7 +164,7 @@ def measure(root: str, steps: int) -> None:
     sys.path.insert(0, root)
     import train_gpt
     import torch
-    meter, seen, state = Meter(steps), {}, {}
+    meter, seen, state = Meter(steps, 10 * torch.cuda.is_available()), {}, {}
     result = meter.result
     train_gpt.train_step = meter.step(train_gpt.train_step)
     train_gpt.evaluate = meter.whole("val_s", train_gpt.evaluate, lambda run: seen.update(run=run))
@@ -197,13 +198,15 @@ def measure(root: str, steps: int) -> None:
 
 def launch(root: Path, name: str, options, folder: Path) -> dict:
     """One measurement of the tree `root` in a process of its own, or as many as there are ranks."""
+    import torch
     settings, steps, val = CONFIGURATIONS[name]
+    skip = 10 * torch.cuda.is_available()
     steps = options.steps or steps
     variables = dict(pair.split("=", 1) for pair in f"{COMMON} {settings}".split() + options.settings)
     vocabulary = int(variables.get("VOCAB_SIZE", 1024))
     with tempfile.TemporaryDirectory() as place:
         write_tokens(Path(place, "tokens"), vocabulary, 1 << 23, val)
-        arguments = [f"{k}={v}" for k, v in {**variables, "ITERATIONS": str(steps + PHASE_STEPS)}.items()]
+        arguments = [f"{k}={v}" for k, v in {**variables, "ITERATIONS": str(steps + skip + PHASE_STEPS)}.items()]
         launcher = [sys.executable]
         if options.ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
@@ -268,7 +271,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="whole steps that are timed")
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun")
     parser.add_argument("--json", type=Path, help="file that receives all measurements")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
     if unknown := set(names) - CONFIGURATIONS.keys():

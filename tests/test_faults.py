@@ -165,14 +165,16 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
-    refused({"format": 2}, "no checkpoint of format 1")
+    refused({"format": 2}, "its format is not 1")
     refused({"position": -1}, "step, clock or position cannot be")
     refused({"time_ms": float("nan")}, "step, clock or position cannot be")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "it is no checkpoint")
     refused({"tensors": {**state["tensors"], name: torch.zeros(3)}}, f"{name} is not the")
     refused({"tensors": {**state["tensors"], name: "text"}}, f"{name} is not the")
     refused({"tensors": {}}, "it lacks, or should not have")
-    refused({"step": "three"}, "no checkpoint of format 1")
+    refused({"step": "three"}, "is of no run like this one")
+    refused({"step": 2**2000}, "step, clock or position cannot be")
+    refused({"position": 2**2000}, "step, clock or position cannot be")
     refused({"config": {}}, "RESUME: .* other settings")
     refused({"config": 3}, "cannot be used: ")
     refused({"shards": None}, "cannot be used: ")

@@ -40,7 +40,7 @@ def test_no_position_sees_a_later_token(tied, layers):
     tokens = torch.randint(0, 260, (2, 32))
     other = tokens.clone()
     other[:, 20:] = torch.randint(0, 260, (2, 12))
-    a, b = model.logits(tokens), model.logits(other)
+    a, b = model.logits(model.hidden(tokens)), model.logits(model.hidden(other))
     assert torch.equal(a[:, :20], b[:, :20]) and not torch.equal(a[:, 20:], b[:, 20:])
 
 
@@ -105,7 +105,7 @@ def reference_logits(model, tokens):
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))
-    torch.testing.assert_close(model.logits(tokens), reference_logits(model, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.logits(model.hidden(tokens)), reference_logits(model, tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
@@ -133,7 +133,7 @@ def test_types_of_a_bfloat16_run():
         assert torch.equal(p.float(), p.bfloat16().float()), name
     assert model.frequencies.dtype == torch.float32
     assert torch.equal(model.frequencies, model.frequencies.bfloat16().float())
-    assert model.logits(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.bfloat16
+    assert model.logits(model.hidden(torch.zeros(1, 4, dtype=torch.long))).dtype == torch.bfloat16
     exact = train_gpt.GPT(tiny_config()).frequencies
     assert not torch.equal(exact, exact.bfloat16().float())
 
