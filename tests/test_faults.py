@@ -213,7 +213,7 @@ sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
 import train_gpt
 whole, step = train_gpt.write_whole, train_gpt.train_step
 def slow(path, data):
-    time.sleep(4)
+    time.sleep(2)
     whole(path, data)
 def signalled(run, factor, **more):
     if os.environ["RANK"] == "1" and run.step == 5:
@@ -331,7 +331,7 @@ def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
 def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loader, capsys):
     broken_forward(monkeypatch, {1 + 8 * 4 + 3})  # the warm-up's forward comes first: this is step 5
     with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite.*tiny_train_00000\d.bin at token \d+") as stop:
-        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader)
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader, MICRO_BATCH_TOKENS=128)
     assert "SKIP_NONFINITE=N" in str(stop.value)
     batch = next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"]
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")), 1)
@@ -348,7 +348,7 @@ def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loa
 
 def test_tolerated_steps_are_logged_and_the_run_goes_on(tmp_path, monkeypatch, data):
     broken_forward(monkeypatch, {1 + 8 * 2 + 1, 1 + 8 * 5 + 8})
-    log = tiny_run(monkeypatch, tmp_path, data, SKIP_NONFINITE=2)
+    log = tiny_run(monkeypatch, tmp_path, data, SKIP_NONFINITE=2, MICRO_BATCH_TOKENS=128)
     assert [e["step"] for e in log if e["event"] == "nonfinite"] == [3, 6]
     assert log[-1]["event"] == "final" and np.isfinite(log[-1]["val_loss"])
 
@@ -365,7 +365,7 @@ train_gpt.main()
 """)
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py",
-         *tiny_arguments(data, RUN_ID="run", ITERATIONS=5, SKIP_NONFINITE=1)],
+         *tiny_arguments(data, RUN_ID="run", ITERATIONS=5, SKIP_NONFINITE=1, MICRO_BATCH_TOKENS=128)],
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
     log = events(tmp_path, "run")
