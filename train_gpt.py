@@ -270,7 +270,8 @@ class RunLog:
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
         stamp = new_run_id()
         for path in filter(Path.exists, paths):  # runs of one name never mix in one file
-            steps = re.findall(r'"event": "train", "step": (\d+)', path.read_text(errors="replace"))
+            text = path.read_text("utf-8", "replace")
+            steps = re.findall(r'"event": "train", "step": (\d+)', text)
             self.earlier_step = max(self.earlier_step, *map(int, steps[-1:]), 0)
             path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
