@@ -98,6 +98,27 @@ def read_text(lines: list[str], run: Run) -> None:
             run.final["code_bytes"] = int(match[1])
 
 
+def read_log(path: Path, run: Run) -> None:
+    """Reads a log of either kind, and what the older logs of a resumed run have from before."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if path.suffix != ".jsonl":
+        begin = max((i for i, line in enumerate(lines) if line == "=" * 100), default=-1)  # behind the source
+        read_text(lines[begin + 1:], run)
+        return
+    resumed = read_events(lines, run)
+    older = sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"), key=lambda file: file.stat().st_mtime)
+    while resumed and older:
+        before = Run(run.name)
+        earlier = read_events(older.pop().read_text(encoding="utf-8").splitlines(), before)
+        if before.train.get("step"):  # what was done again afterwards does not count
+            for now, then in ((run.train, before.train), (run.val, before.val)):
+                again = set(now.get("step", []))
+                kept = [i for i, step in enumerate(then.get("step", [])) if step <= resumed and step not in again]
+                for name, values in then.items():
+                    now[name] = [values[i] for i in kept] + now.get(name, [])
+            resumed = earlier
+
+
 def read_run(text: str) -> Run:
     """The run that `text`, a file or a RUN_ID, means. ValueError: there is none, or it has no steps."""
     path = Path(text)
@@ -106,25 +127,10 @@ def read_run(text: str) -> Run:
     if not path.is_file():
         raise ValueError(f"{text!r} is neither a file nor a RUN_ID in logs/")
     run = Run(path.stem if path.stem.count("train_seed") == 0 else f"{path.parent.name} {path.stem}")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    if path.suffix == ".jsonl":
-        try:
-            resumed = read_events(lines, run)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no log of train_gpt.py: {error!r}") from None
-        older = sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"), key=lambda file: file.stat().st_mtime)
-        while resumed and older:
-            before = Run(run.name)
-            earlier = read_events(older.pop().read_text(encoding="utf-8").splitlines(), before)
-            if before.train.get("step"):  # what was done again afterwards does not count
-                for now, then in ((run.train, before.train), (run.val, before.val)):
-                    kept = [i for i, step in enumerate(then.get("step", [])) if step <= resumed]
-                    for name, values in then.items():
-                        now[name] = [values[i] for i in kept] + now.get(name, [])
-                resumed = earlier
-    else:
-        begin = max((i for i, line in enumerate(lines) if line == "=" * 100), default=-1)  # behind the source
-        read_text(lines[begin + 1:], run)
+    try:
+        read_log(path, run)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no log of train_gpt.py: {error!r}") from None
     if not run.train.get("step") and not run.val.get("step"):
         raise ValueError(f"{path} has no line of a step")
     return run

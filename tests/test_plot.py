@@ -113,8 +113,19 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     run = plot.read_run(str(write_events(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)))
     assert run.train["step"] == [1, 2, 3, 4, 5, 6] and run.train["loss"] == [13, 12, 11, 1, 0, -1]
     assert run.val["step"] == [2, 4, 6] and len({len(values) for values in run.train.values()}) == 1
+    repeated = write_events(tmp_path / "run.jsonl", steps=(3, 4), resume=2).read_text().splitlines()
+    validation = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # when it goes on
+    (tmp_path / "run.jsonl").write_text("\n".join([*repeated[:2], json.dumps(validation), *repeated[2:]]))
+    run = plot.read_run(str(tmp_path / "run.jsonl"))
+    assert run.val["step"] == [2, 4] and run.val["loss"][0] == 7 and run.train["step"] == [1, 2, 3, 4]
     write_events(tmp_path / "run.jsonl", steps=(1, 2))  # without RESUME the older log is another run's
     assert plot.read_run(str(tmp_path / "run.jsonl")).train["step"] == [1, 2]
+
+
+def test_a_damaged_text_log_is_named(tmp_path):
+    (tmp_path / "x.log").write_text("step:1/2 train_loss:one train_time:5ms\n")
+    with pytest.raises(ValueError, match="x.log is no log of train_gpt.py"):
+        plot.read_run(str(tmp_path / "x.log"))
 
 
 def run_plot(monkeypatch, *arguments):
