@@ -15,7 +15,6 @@ import json
 import math
 import os
 import pickletools
-import platform
 import re
 import shutil
 import signal
@@ -29,6 +28,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ---- Configuration -----------------------------------------------------------------------------
+STARTED = time.time()  # of the process, but for its imports
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -48,42 +49,47 @@ def require(condition, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
-def var(default, unit: str, text: str, low: float = 0):
-    """A variable: default, unit (or its choices, joined by "|"), line of help, smallest number."""
-    return field(default=default, metadata={"unit": unit, "help": text, "low": low})
+def var(default, unit: str, text: str, low: float = 0, free: bool = False):
+    """A variable: default, unit (or its choices, joined by "|"), line of help, smallest number, and
+    whether a resumed run may change it, because what is trained stays the same mathematics."""
+    return field(default=default, metadata={"unit": unit, "help": text, "low": low, "free": free})
+
+free = partial(var, free=True)
 
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
     # Run and data
-    run_id: str = var("", "name", "names the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    run_id: str = free("", "name", "names the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
     seed: int = var(1337, "", "seed of the initial weights, and of LOADER=shuffled")
-    out_dir: str = var(".", "folder", "receives final_model.pt and final_model.int8.ptz")
-    init_from: str = var("", "file", "start from this state dict or artifact; empty: from SEED")
-    data_path: str = var("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
-    tokenizer_path: str = var("./data/tokenizers/fineweb_1024_bpe.model", "", "file, byte260, gpt2")
+    out_dir: str = free(".", "folder", "receives final_model.pt and final_model.int8.ptz")
+    init_from: str = free("", "file", "start from this artifact, state dict or checkpoint")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
+    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "", "or byte260, gpt2")
     loader: str = var("sequential", "sequential|shuffled", "shuffled: rows in an order from SEED")
-    align_bos: bool = var(False, "0|1", "rows start where documents do; for LOADER=shuffled")
+    overfit: bool = var(False, "0|1", "every step trains on the batch of the first")
     # Device
-    device: str = var("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
+    device: str = free("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
-    matmul_precision: str = var("high", "highest|high", "of float32 products; high: TF32 on CUDA")
-    compile: str = var("auto", "auto|0|1", "torch.compile; auto: on CUDA, and on Linux with g++")
-    attn: str = var("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
+    matmul_precision: str = free("high", "highest|high", "of float32 products; high: TF32 on CUDA")
+    compile: str = free("auto", "auto|0|1", "torch.compile; auto: on CUDA, and on Linux with g++")
+    attn: str = free("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
     # Length, validation and log
     iterations: int = var(20000, "steps", "steps to train; the wall clock may end the run sooner")
     max_wallclock_seconds: float = var(600.0, "s", "cap of the training clock; 0: none")
-    warmup_steps: int = var(20, "steps", "unclocked, to prime the kernels; then undone")
+    warmup_steps: int = free(20, "steps", "unclocked, to prime the kernels; then undone")
     warmdown_iters: int = var(3000, "steps", "last steps, of falling learning rate", low=-math.inf)
     train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and spans", low=1)
     train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
-    grad_accum_steps: int = var(0, "spans", "read by a rank in a step; 0: 8, over all ranks")
-    micro_batch_tokens: int = var(0, "tokens", "a forward at most, or a row; 0: by device")
-    val_loss_every: int = var(1000, "steps", "between validations; 0: only at the end")
-    val_batch_size: int = var(524288, "tokens", "a validation forward at most, over all spans")
-    train_log_every: int = var(200, "steps", "between log lines after the first ten; 0: no more")
+    grad_accum_steps: int = free(0, "spans", "read by a rank in a step; 0: 8, over all ranks")
+    micro_batch_tokens: int = free(0, "tokens", "a forward at most, or a row; 0: by device")
+    val_loss_every: int = free(1000, "steps", "between validations; 0: only at the end")
+    val_batch_size: int = free(524288, "tokens", "a validation forward at most, over all spans")
+    train_log_every: int = free(200, "steps", "between log lines after the first ten; 0: no more")
+    trackers: str = free("", "names", "wandb, tensorboard or both: where the log's numbers go too")
     # Model
     vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
+    vocab_pad: int = var(1, "rows", "of the tables are a multiple of this; never tokens", low=1)
     num_layers: int = var(9, "blocks", "the first half feeds skip connections to the second", low=1)
     model_dim: int = var(512, "", "width of the residual stream", low=1)
     num_heads: int = var(8, "heads", "query heads; they share MODEL_DIM", low=1)
@@ -94,7 +100,10 @@ class Config:
     logit_softcap: float = var(30.0, "", "tanh keeps logits below this", low=1e-3)
     qk_gain_init: float = var(1.5, "", "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "", "deviation of the tied table's initial values")
+    init: str = var("baseline", "baseline|gpt2", "initial weights; gpt2: all matrices normal, 0.02")
     # Optimizers
+    optimizer: str = var("muon", "muon|adamw", "muon: with Adam for all but matrices of blocks")
+    adam_lr: float = var(3e-4, "", "OPTIMIZER=adamw, everything; the next five are for muon")
     embed_lr: float = var(0.6, "", "Adam, embedding when untied")
     head_lr: float = var(0.008, "", "Adam, output head when untied")
     tied_embed_lr: float = var(0.03, "", "Adam, embedding when tied")
@@ -107,18 +116,22 @@ class Config:
     beta1: float = var(0.9, "", "Adam's decay of the first moment")
     beta2: float = var(0.95, "", "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "", "Adam's epsilon")
+    fused: bool = free(True, "0|1", "Adam in one kernel, where the device has it")
+    weight_decay: float = var(0.0, "", "of matrices and embeddings a step, times their rate")
+    lr_schedule: str = var("warmdown", "warmdown|cosine", "cosine: from warm-up to the end")
+    lr_warmup_steps: int = var(0, "steps", "first steps, of linearly rising learning rate")
+    min_lr: float = var(0.0, "times peak", "learning rate at which the schedule ends")
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
     # Checkpoints and faults
-    checkpoint_every: str = var("0", "steps or s", "between checkpoints; 300s: seconds; 0: no more")
-    checkpoint_dir: str = var("", "folder", "of the checkpoints; empty: OUT_DIR/checkpoints")
-    keep_checkpoints: int = var(2, "files", "the newest ones of the run are kept", low=1)
-    resume: str = var("", "auto, file", "go on from this checkpoint; auto: the newest whole one")
-    skip_nonfinite: int = var(0, "steps", "with a loss or gradient that is not finite to leave out")
+    checkpoint_every: str = free("0", "steps or s", "between checkpoints; 300s: seconds; 0: none")
+    checkpoint_dir: str = free("", "folder", "of the checkpoints; empty: OUT_DIR/checkpoints")
+    keep_checkpoints: int = free(2, "files", "the newest ones of the run are kept", low=1)
+    resume: str = free("", "auto, file", "go on from this checkpoint; auto: the newest whole one")
+    skip_nonfinite: int = free(0, "steps", "to leave out where loss or gradient is not finite")
     # Export
-    export_only: bool = var(False, "0|1", "train no more, but export what RESUME names")
     control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
-    int8_keep_float_fp32_name_patterns: str = var(CONTROL, "names", "stay float32; unset: as above")
-    int8_keep_float_max_numel: int = var(65536, "elements", "tensors up to this size stay floats")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "names", "stay float32; else as above")
+    int8_keep_float_max_numel: int = free(65536, "elements", "tensors up to this size stay floats")
 
     def __post_init__(self):
         for f in fields(self):
@@ -129,10 +142,10 @@ class Config:
                 f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
         require(self.num_heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
-        require(self.loader == "shuffled" or not self.align_bos, "ALIGN_BOS=1: set LOADER=shuffled")
         require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
                 f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
-        require(self.resume or not self.export_only, "EXPORT_ONLY=1 needs RESUME=auto or a file")
+        unknown = set(self.trackers.split(",")) - {"", "wandb", "tensorboard"}
+        require(not unknown, f"TRACKERS={self.trackers!r} names more than wandb and tensorboard")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
@@ -260,8 +273,7 @@ class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
 
     def __init__(self, config: Config, ranks: Ranks, source: str):
-        self.is_main, self.progress_shown = ranks.rank == 0, False
-        self.earlier_step = 0  # the last one in an older log of the same name
+        self.is_main, self.on_terminal = ranks.rank == 0, sys.stdout.isatty()
         if not self.is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -270,9 +282,6 @@ class RunLog:
         paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
         stamp = new_run_id()
         for path in filter(Path.exists, paths):  # runs of one name never mix in one file
-            text = path.read_text("utf-8", "replace")
-            steps = re.findall(r'"event": "train", "step": (\d+)', text)
-            self.earlier_step = max(self.earlier_step, *map(int, steps[-1:]), 0)
             path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
         print(paths[0], flush=True)
@@ -281,12 +290,12 @@ class RunLog:
             smi = subprocess.run([command], capture_output=True, text=True, check=False).stdout
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         self.text.write("\n".join((source, "=" * 100, versions, smi, "=" * 100, "")))
+        self.trackers = list(start_trackers(config, self))
 
     def line(self, text: str) -> None:
         """One line for the console and the text file."""
         if self.is_main:
-            self.write(sys.stdout, "\r\x1b[2K" * self.progress_shown + text)
-            self.progress_shown = False
+            self.write(sys.stdout, "\x1b[2K" * self.on_terminal + text)
             self.write(self.text, text)
 
     def write(self, file, text: str) -> None:
@@ -298,28 +307,47 @@ class RunLog:
                 print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
 
     def event(self, event: str, **values) -> None:
-        """One JSON object, its numbers unrounded, for the .jsonl file."""
-        if self.is_main:
-            self.write(self.json, json.dumps({"event": event, **values}))
+        """One JSON object, its numbers unrounded, for the .jsonl file, and numbers for trackers."""
+        if not self.is_main:
+            return
+        elapsed = round(time.time() - STARTED, 3)
+        self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
+        for send in self.trackers if "step" in values else ():
+            try:
+                send({f"{event}/{name}": value for name, value in values.items()
+                      if isinstance(value, (int, float))}, values["step"])
+            except Exception as error:  # the network, a full disk: no reason to stop a run
+                self.line(f"warning: a tracker lacks step {values['step']}: {error}")
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces; only where the console is a terminal."""
-        if self.is_main and sys.stdout.isatty():
-            print("\r\x1b[2K" + text[:shutil.get_terminal_size().columns - 1], end="", flush=True)
-            self.progress_shown = True
+        if self.is_main and self.on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print("\x1b[2K" + text[:width], end="\r", flush=True)
+
+def start_trackers(config: Config, log: RunLog):
+    """Yields a function of numbers by name and step for each of TRACKERS that can be used here."""
+    for name in filter(None, config.trackers.split(",")):
+        try:
+            if name == "wandb":
+                import wandb
+                yield wandb.init(project="train_gpt", name=config.run_id, config=asdict(config)).log
+            else:
+                from torch.utils.tensorboard import SummaryWriter
+                writer = SummaryWriter(f"logs/{config.run_id}")
+                yield lambda numbers, step, writer=writer: (
+                    [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.flush())
+        except Exception as error:  # not installed, no account, no network
+            log.line(f"warning: TRACKERS={name} is not used: {error}")
 
 def lock(path: Path, name: str):
-    """Keeps a file locked until the process ends, however that comes. ValueError names the process
-    that has it already."""
-    file = path.open("a+", encoding="utf-8")
+    """Keeps a file locked until the process ends, however that comes. ValueError: another has."""
+    file = path.open("a", encoding="utf-8")
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.truncate(0)
-        print(os.getpid(), "on", platform.node(), file=file, end="", flush=True)
     except BlockingIOError:
-        file.seek(0)
-        raise ValueError(f"{path}: process {file.read()} runs with the same {name}; wait until it "
+        raise ValueError(f"{path} is locked: a run with the same {name} goes on; wait until it "
                          f"ends, or set another {name}") from None
     except (ImportError, OSError):  # Windows, and file systems without locks
         pass
@@ -391,22 +419,6 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
     return tokens
 
-def aligned_rows(shards: list[np.ndarray], bos: int, length: int) -> np.ndarray:
-    """Where rows of `length` tokens and one more start in the sequence of the shards, int64 (N,). A
-    row starts with a document; a longer document goes on in the next row, and one that a row's end
-    cuts starts the next row anew. Less than a row is left out at the end."""
-    offsets = np.cumsum([0] + [len(shard) for shard in shards])
-    found = [np.flatnonzero(shard == bos) + offset for shard, offset in zip(shards, offsets)]
-    total, i, starts = int(offsets[-1]), 0, []
-    documents = [*np.concatenate(found).tolist(), total + length]  # the last one ends all searches
-    at = documents[0]
-    while at + length < total:
-        starts.append(at)
-        while documents[i + 1] <= at + length:
-            i += 1
-        at = documents[i] if documents[i] > at else at + length
-    return np.array(starts, dtype=np.int64)
-
 class TokenLoader:
     """The training shards in name order as one endless sequence, read a step ahead by a thread. The
     whole state is `position`, the same on all ranks. It counts tokens, of which a step takes spans,
@@ -414,7 +426,7 @@ class TokenLoader:
     rows: all rows of TRAIN_SEQ_LEN tokens in an order drawn anew for each epoch, of which a step
     takes the next ones, whatever the world size."""
 
-    def __init__(self, config: Config, ranks: Ranks, bos: int):
+    def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks, self.position, length = config, ranks, 0, config.train_seq_len
         self.files, self.order = find_shards(config, "train"), (-1, None)
         self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
@@ -423,13 +435,13 @@ class TokenLoader:
         tokens, self.spans = config.train_batch_tokens // ranks.world_size, config.grad_accum_steps
         self.span = tokens // self.spans + 1
         if config.loader == "shuffled":
-            self.starts = range(0, self.tokens - length, length)
-            if config.align_bos:
-                self.starts = aligned_rows(self.shards, bos, length)
-            require(len(self.starts), f"DATA_PATH={config.data_path!r} has no row of TRAIN_SEQ_LEN="
-                    f"{length} tokens" + f" after a BOS token ({bos})" * config.align_bos)
-            self.spans, self.span, self.epoch_size = 1, tokens // length, len(self.starts)
+            self.spans, self.span = 1, tokens // length
+            self.epoch_size = (self.tokens - 1) // length
+            require(self.epoch_size, f"DATA_PATH={config.data_path!r} has {self.tokens} training "
+                    f"tokens, too few for a row of TRAIN_SEQ_LEN={length}")
         self.units = self.spans * self.span * ranks.world_size  # of position, in a step
+        if config.overfit:
+            self.epoch_size = self.units
         self.thread, self.ahead = ThreadPoolExecutor(1), {}
         if ranks.device.type == "cuda":  # a thread begins on the first device
             self.thread.submit(torch.cuda.set_device, ranks.device)
@@ -456,7 +468,7 @@ class TokenLoader:
         """Yields start and length of what is read of the sequence from `position` until `position`
         + `count`."""
         if self.config.loader == "sequential":
-            yield position, count
+            yield position % self.epoch_size, count
             return
         for row in range(position, position + count):
             epoch, place = divmod(row, self.epoch_size)
@@ -464,7 +476,8 @@ class TokenLoader:
             if order[0] != epoch:
                 random = np.random.default_rng([self.config.seed, epoch])
                 order = self.order = (epoch, random.permutation(self.epoch_size))
-            yield int(self.starts[order[1][place]]), self.config.train_seq_len + 1
+            length = self.config.train_seq_len
+            yield int(order[1][place]) * length, length + 1
 
     def batch_of(self, steps_ago: int) -> list[list]:
         """Shard, place in it and length of all that all ranks read in a step; the latest is 1."""
@@ -499,7 +512,7 @@ class TokenLoader:
         return self.position / self.epoch_size
 
     def unique_tokens(self) -> int:
-        """How many different tokens have been read, at most: aligned rows can share some."""
+        """How many different tokens have been read."""
         row = 1 if self.config.loader == "sequential" else self.config.train_seq_len
         return min(self.tokens, min(self.position, self.epoch_size) * row)
 
@@ -507,27 +520,26 @@ def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
     """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
     return tokens.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
 
-def load_byte_table(config: Config) -> tuple[str, int, np.ndarray, np.ndarray]:
-    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns its kind; its BOS token,
-    -1 if there is none; UTF-8 bytes, uint16 (V, 2), in column 1 after a boundary, in column 0 after
-    other tokens; and which are boundaries, bool (V,). ValueError: unreadable, or the vocabulary is
-    not VOCAB_SIZE."""
-    path, bos, first, boundary = config.tokenizer_path, 1, None, None
+def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
+    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns its kind; UTF-8 bytes,
+    uint16 (V, 2), in column 1 after a boundary, in column 0 after other tokens; and which are
+    boundaries, bool (V,). ValueError: unreadable, or the vocabulary is not VOCAB_SIZE."""
+    path, first, boundary = config.tokenizer_path, None, None
     try:
         if path == "byte260":
             kind, lengths = "byte", [0] * 4 + [1] * 256
         elif path.endswith(".model"):
-            kind, (bos, lengths, first, boundary) = "sentencepiece", sentencepiece_bytes(path)
+            kind, (lengths, first, boundary) = "sentencepiece", sentencepiece_bytes(path)
         elif path.endswith(".json"):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            kind, bos = str(data["kind"]), int(data["bos"])
+            kind = str(data["kind"])
             lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
         else:
             import tiktoken
             known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
             require(path in known[3:], f"it is none of {', '.join(known)}")
             encoding = tiktoken.get_encoding(path)
-            kind, bos = "tiktoken", encoding.eot_token
+            kind = "tiktoken"
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
@@ -537,12 +549,12 @@ def load_byte_table(config: Config) -> tuple[str, int, np.ndarray, np.ndarray]:
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, first or lengths], dtype=np.uint16).T
-    return kind, bos, table, np.array(boundary or [False] * len(lengths))
+    return kind, table, np.array(boundary or [False] * len(lengths))
 
-def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool]]:
-    """The BOS token of a SentencePiece model, -1 if it has none, and per token: its bytes, those
-    after a boundary, and whether it is one. The mark U+2581 stands for a space, one byte; but
-    models with a dummy prefix put one in front of a document's first word that the text lacks."""
+def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
+    """Per token of a SentencePiece model: its bytes, those after a boundary, and whether it is one.
+    The mark U+2581 stands for a space, one byte; but models with a dummy prefix put one in front of
+    a document's first word that the text lacks."""
     import sentencepiece
     model, mark = sentencepiece.SentencePieceProcessor(model_file=path), "\u2581"
     ids = range(model.vocab_size())
@@ -551,14 +563,14 @@ def sentencepiece_bytes(path: str) -> tuple[int, list[int], list[int], list[bool
     dummy = model.encode("a", out_type=str)[0].startswith(mark)
     lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
     first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
-    return model.bos_id(), lengths, first, [model.is_control(i) for i in ids]
+    return lengths, first, [model.is_control(i) for i in ids]
 
-def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | None]:
-    """Returns the tokenizer's kind and BOS token; the validation split cut to whole rows and one
-    token more, uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those
-    of the original. ValueError: too short for a row, or not what its manifest says."""
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
+    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more,
+    uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the
+    original. ValueError: too short for a row, or not what its manifest says."""
     tokens = np.concatenate([open_shard(p, config.vocab_size) for p in find_shards(config, "val")])
-    kind, bos, table, boundary = load_byte_table(config)
+    kind, table, boundary = load_byte_table(config)
     cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
@@ -566,31 +578,28 @@ def load_validation(config: Config) -> tuple[str, int, np.ndarray, int, int | No
     whole = int(charged.sum(dtype=np.int64)) + int(table[tokens[0], 1])  # the first is no target
     raw = check_manifest(config, len(tokens), whole)
     counts = [None if x is None else int(x[:cut].sum(dtype=np.int64)) for x in (charged, raw)]
-    return kind, bos, tokens[:cut + 1], *counts
+    return kind, tokens[:cut + 1], *counts
 
 def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
     """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
     text, returns the bytes of original text under each target, uint16 (N - 1,)."""
-    path = Path(config.data_path, "manifest.json")
-    file, raw = Path(config.tokenizer_path), None  # tokenizers known by name have no file
-    digest = sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    path, raw = Path(config.data_path, "manifest.json"), None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
             return None
-        tokenizer, split = manifest["tokenizer"], manifest["splits"]["val"]
-        pairs = [("as sha256 of the tokenizer", tokenizer["sha256"], digest),
-                 ("validation tokens", split["tokens"], token_count),
+        split, changes_text = manifest["splits"]["val"], manifest["tokenizer"]["changes_text"]
+        pairs = [("validation tokens", split["tokens"], token_count),
                  ("bytes of decoded text", split["decoded_bytes"], charged)]
-        original_bytes, changes_text = split["bytes"], tokenizer["changes_text"]
+        original = split["bytes"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
     if changes_text:
         files = sorted(path.parent.glob("*_val_bytes_*.bin"))
         raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
         pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
-    original = charged if raw is None else int(raw.sum(dtype=np.int64))
-    for what, wanted, found in (*pairs, ("bytes of original text", original_bytes, original)):
+    found_original = charged if raw is None else int(raw.sum(dtype=np.int64))
+    for what, wanted, found in (*pairs, ("bytes of original text", original, found_original)):
         require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
                 f"{config.tokenizer_path!r} give {found}: the score would be wrong")
     return None if raw is None else raw[1:]
@@ -677,9 +686,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.compute_dtype = config, getattr(torch, config.dtype)
         # The order of the draws decides what a seed means.
-        self.tok_emb = nn.Embedding(config.vocab_size, config.model_dim)
+        vocab_rows = -(-config.vocab_size // config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(vocab_rows, config.model_dim)
         self.blocks = nn.ModuleList(Block(config, repeat_kv) for _ in range(config.num_layers))
-        tied, shape = config.tie_embeddings, (config.model_dim, config.vocab_size)
+        tied, shape = config.tie_embeddings, (config.model_dim, vocab_rows)
         self.lm_head = None if tied else CastLinear(*shape, bias=False)
         skips = min(config.num_layers // 2, config.num_layers - config.num_layers // 2)
         self.skip_weights = nn.Parameter(torch.ones(skips, config.model_dim))
@@ -691,6 +701,11 @@ class GPT(nn.Module):
         projections = [half.proj for block in self.blocks for half in (block.attn, block.mlp)]
         for layer in projections + ([] if tied else [self.lm_head]):
             nn.init.zeros_(layer.weight)
+        if config.init == "gpt2":  # Radford et al. 2019: residual projections shrink with depth
+            for name, p in self.named_parameters():
+                if name.endswith(".weight"):
+                    depth = 2 * config.num_layers if ".proj." in name else 1
+                    nn.init.normal_(p, std=0.02 / math.sqrt(depth))
         if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
             for tensor in (*self.parameters(), self.frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
@@ -806,40 +821,52 @@ class Muon(torch.optim.Optimizer):
             scale = max(1, shape[0] / shape[1]) ** 0.5 * (1 - self.found_inf)
             updates = orthogonalize(updates, self.steps, self.compute) * scale.bfloat16()
             updates = ranks.gather(updates.contiguous())[:len(params)].to(params[0].dtype)
+            if shrink := group["lr"] * group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - shrink * (1 - self.found_inf))
             torch._foreach_add_(params, list(updates), alpha=-group["lr"])
 
 def build_optimizers(run: "Run") -> None:
     """Gives the run optimizers without a past, and the loss scaling that only float16 needs. Adam
-    has embedding, head, vectors and control tensors, Muon the blocks' matrices; each parameter is
-    in exactly one group, whose base_lr is the rate before the schedule."""
+    has embedding, head, vectors and control tensors, Muon the blocks' matrices, or AdamW has all;
+    each parameter is in exactly one group, whose base_lr is the rate before the schedule. Vectors
+    and control tensors have no weight decay (arXiv:1711.05101)."""
     config, ranks = run.config, run.ranks
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
-    groups = {kind: {"params": [], "lr": lr, "base_lr": lr} for kind, lr in rates.items()}
+    rates = rates if config.optimizer == "muon" else dict.fromkeys(rates, config.adam_lr)
+    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr, "weight_decay":
+                     config.weight_decay * (kind != "scalar")} for kind, lr in rates.items()}
     for name, p in run.model.named_parameters():
         control = matches(name, config.control_tensor_name_patterns)
         matrix = p.ndim == 2 and name.startswith("blocks.") and not control
         kind = "matrix" if matrix else "scalar"
         kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, kind)
         groups[kind]["params"].append(p)
-    muon = Muon([groups.pop("matrix")], config, ranks)
-    adam = torch.optim.Adam([group for group in groups.values() if group["params"]],
-                            betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                            fused=ranks.device.type != "mps")
-    run.optimizers = [adam, muon]
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=config.fused or None)
+    run.optimizers = [adam, *muon]
     run.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
     run.faults = torch.full((config.skip_nonfinite + 1,), -1, device=ranks.device)
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
-    training. With a cap on the wall clock the warmdown is planned in time, at the pace so far."""
-    if config.warmdown_iters <= 0:
-        return 1.0
-    if config.max_wallclock_seconds > 0:
+    training. With a cap on the wall clock the warmdown is planned in time, at the pace so far, and
+    the cosine (arXiv:1608.03983) ends with the steps or the time, whichever comes first."""
+    if step < (warmup := config.lr_warmup_steps):
+        return (step + 1) / warmup
+    cap_ms, left = config.max_wallclock_seconds * 1000, 1.0
+    if config.lr_schedule == "cosine":
+        done = (step - warmup) / max(1, config.iterations - warmup)
+        done = min(1.0, max(done, elapsed_ms / cap_ms if cap_ms else 0))
+        left = (1 + math.cos(math.pi * done)) / 2
+    elif config.warmdown_iters > 0 and cap_ms:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
-        left_ms = max(0.0, config.max_wallclock_seconds * 1000 - elapsed_ms)
-        return left_ms / max(warmdown_ms, 1e-9) if left_ms <= warmdown_ms else 1.0
-    return min(1.0, max(0, config.iterations - step) / config.warmdown_iters)
+        left = min(1.0, max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9))
+    elif config.warmdown_iters > 0:
+        left = min(1.0, max(0, config.iterations - step) / config.warmdown_iters)
+    return config.min_lr + (1 - config.min_lr) * left
 
 def muon_momentum(config: Config, step: int) -> float:
     """Muon's momentum in `step`: linear from its start to its final value, then constant."""
@@ -969,10 +996,10 @@ def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
                 f"{name} is not the {like.dtype} {tuple(like.shape)} that this model has")
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copies a state dict or an int8 artifact into the model. ValueError: it is neither, damaged,
-    of another model, or larger than one of this model can be."""
+    """Copies a state dict, an int8 artifact or the weights of a checkpoint into the model.
+    ValueError: it is none, damaged, of another model, or larger than one of this can be."""
     wanted = model.state_dict()
-    limit = 2 * sum(t.nbytes for t in wanted.values()) + 4096 * len(wanted) + (1 << 20)
+    limit = 4 * sum(t.nbytes for t in wanted.values()) + 4096 * len(wanted) + (1 << 20)
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
@@ -984,6 +1011,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         state = read_archive(data)
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
+        elif "tensors" in state:
+            state = {name.removeprefix("model."): t for name, t in state["tensors"].items()
+                     if name.startswith("model.")}
         check_tensors(state, wanted)
         model.load_state_dict(dict(state))  # without what a state dict may say about itself
     except Exception as error:  # what is hostile or damaged fails in many ways
@@ -1011,7 +1041,7 @@ def saved(value) -> bytes:
 
 def export(run: "Run", source: str) -> None:
     """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
-    log, folder, code = run.log, Path(run.config.out_dir), len(source.encode("utf-8"))
+    log, folder, code = run.log, Path(run.config.out_dir), source.encode("utf-8")
     if run.ranks.rank == 0:
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
         artifact, payload = quantize(state, run.config)
@@ -1021,16 +1051,16 @@ def export(run: "Run", source: str) -> None:
             write_whole(folder / "final_model.pt", floats := saved(state))
             data = packed.result()
         log.line(f"Serialized model: {len(floats)} bytes")
-        log.line(f"Code size: {code} bytes")
-        log.line(f"Total submission size: {len(floats) + code} bytes")
+        log.line(f"Code size: {len(code)} bytes")
+        log.line(f"Total submission size: {len(floats) + len(code)} bytes")
         write_whole(folder / "final_model.int8.ptz", data)
         ratio = sum(t.nbytes for t in state.values()) / payload
         log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
                  f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
-        log.line(f"Total submission size int8+zlib: {len(data) + code} bytes")
-        log.event("export", step=run.step, model_bytes=len(floats), code_bytes=code,
-                  payload_bytes=payload, artifact_bytes=len(data),
-                  artifact_sha256=sha256(data).hexdigest())
+        log.line(f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
+        log.event("export", step=run.step, model_bytes=len(floats), code_bytes=len(code),
+                  code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
+                  artifact_bytes=len(data), artifact_sha256=sha256(data).hexdigest())
         load_weights(run.model, folder / "final_model.int8.ptz")
     for p in run.model.parameters():  # only the main rank is sure to see the file
         run.ranks.reduce(p.data if run.ranks.rank == 0 else p.data.zero_())
@@ -1044,12 +1074,6 @@ def export(run: "Run", source: str) -> None:
 # ---- Checkpoints and faults --------------------------------------------------------------------
 # A checkpoint is RUN_ID_STEP_DIGEST.pt: a dict as torch.save writes it, named by its sha256.
 CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
-# Settings that a resumed run may change: what is trained stays the same mathematics.
-HARMLESS = ("run_id out_dir init_from data_path tokenizer_path device compile attn "
-            "matmul_precision grad_accum_steps micro_batch_tokens warmup_steps val_loss_every "
-            "val_batch_size resume train_log_every checkpoint_every checkpoint_dir "
-            "keep_checkpoints skip_nonfinite export_only int8_keep_float_max_numel "
-            "int8_keep_float_fp32_name_patterns").split()
 
 def find_checkpoints(config: Config, ending: str = "") -> list[Path]:
     """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first. Those
@@ -1095,8 +1119,9 @@ def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | No
 def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
     now, then = asdict(config), state["config"]
-    changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in now
-               if name not in HARMLESS and then.get(name) != now[name]]
+    fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
+    changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in fixed
+               if then.get(name) != now[name]]
     if loader and state["shards"] != loader.fingerprint():
         changed.append(f"DATA_PATH={config.data_path!r} has other training shards")
     require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
@@ -1161,10 +1186,8 @@ def restore(run: "Run", state: dict, path: Path) -> None:
             run.loader.position = int(state["position"])
     except Exception as error:  # what is hostile fails in many ways
         raise ValueError(f"checkpoint {path} is of no run like this one: {error}") from None
-    again = max(0, run.log.earlier_step - run.step)
-    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path), again=again)
-    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {path}; {again} "
-                 f"steps of the older log are done again")
+    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path))
+    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {path}")
 
 def check_faults(run: "Run", known: int) -> int:
     """Logs the steps that were left out since there were `known` ones; returns how many there are.
@@ -1242,8 +1265,9 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     run.faults = torch.where(free & ~finite, run.step, run.faults)
     skip = ~finite | (run.faults[-1] >= 0)  # too many: nothing is touched any more
     for optimizer in run.optimizers:
-        optimizer.found_inf = skip.float()
-        if run.ranks.device.type != "mps" or not skip:  # Adam is not fused there, and has no mask
+        if config.fused:
+            optimizer.found_inf = skip.float()
+        if config.fused or not skip:  # other Adams have no mask, so the host must wait
             run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
@@ -1268,12 +1292,11 @@ def train(run: Run) -> int:
     where steps are slow; in between it goes on at its pace, so that all stop at the same step."""
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
     cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
-    asked, faults = 0, 0
     logged = agreed = (run.step, run.time_ms)
     origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
     amount, by_time = float(every.rstrip("s")), every.endswith("s")
     saved = time.monotonic() if by_time else run.step
-    started = run.step
+    started, asked, faults = run.step, 0, 0
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
     while True:
@@ -1293,7 +1316,7 @@ def train(run: Run) -> int:
         before = int(run.loader.epochs())
         loss, norm = train_step(run, factor)
         run.step, run.time_ms = run.step + 1, run.time_ms + pace
-        if run.loader.epochs() >= before + 1:
+        if run.loader.epochs() >= before + 1 and not config.overfit:
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
                      f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
         ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
@@ -1308,8 +1331,7 @@ def train(run: Run) -> int:
             mean_loss = loss.item()
             log_step(run, eta, logged, mean_loss, norm.item())
             logged = agreed
-        log.progress(f"step {run.step}/{config.iterations} loss {mean_loss:.4f} "
-                     f"eta {eta / 60:.1f}m")
+        log.progress(f"step {run.step} loss {mean_loss:.4f} eta {eta / 60:.1f}m")
         now = time.monotonic() if by_time else run.step
         if asked or (amount and (stopped or ended or now - saved >= amount)):
             save_checkpoint(run)
@@ -1332,24 +1354,20 @@ def train(run: Run) -> int:
 
 def compile_model(run: Run) -> None:
     """Compiles the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
-    and runs as fast; there a machine's first rank goes first, and the others find its cache (on a
-    GPU its keys name the device). Where the compiler fails, it warns and the model stays eager."""
+    and runs as fast. Where the compiler fails, it warns and the model stays eager."""
     model, on_cuda = run.model, run.ranks.device.type == "cuda"
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
     inputs, targets = run.loader.next_batch()
-    goes_first = on_cuda or os.environ.get("LOCAL_RANK", "0") == "0"
-    for turn in (True, False):
-        if turn == goes_first:
-            for part in [model] if on_cuda else model.blocks:
-                part.compile(dynamic=False, fullgraph=True)
-            if not on_cuda:
-                model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
-            try:
-                model(inputs[:rows], targets[:rows]).backward()
-            except Exception as error:  # compilers fail in many ways
-                torch.compiler.set_stance("force_eager")
-                run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
-        run.ranks.largest(0)  # waits for all
+    for part in [model] if on_cuda else model.blocks:
+        part.compile(dynamic=False, fullgraph=True)
+    if not on_cuda:
+        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    try:
+        model(inputs[:rows], targets[:rows]).backward()
+    except Exception as error:  # compilers fail in many ways
+        torch.compiler.set_stance("force_eager")
+        run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
+    run.ranks.largest(0)  # waits for all
     run.loader.position = 0
     model.zero_grad(set_to_none=True)
 
@@ -1371,7 +1389,8 @@ def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Conf
     rows = accum * span // length
     rows = next(n for n in range(max(1, min(rows, limit // length)), 0, -1) if rows % n == 0)
     config = replace(config, grad_accum_steps=accum, train_batch_tokens=tokens,
-                     micro_batch_tokens=rows * length, **auto)
+                     micro_batch_tokens=rows * length, **auto,
+                     fused=config.fused and ranks.device.type != "mps")
     attn, repeat_kv = choose_attention(config, ranks.device)
     return replace(config, attn=attn), repeat_kv
 
@@ -1380,11 +1399,9 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     path, state, notes = find_resumable(config, ranks)
-    require(state or not config.export_only, f"EXPORT_ONLY=1: RESUME={config.resume} finds nothing")
     config, repeat_kv = resolve(config, ranks, path)
-    kind, bos, *validation = load_validation(config)
-    trains = config.iterations and not config.export_only
-    loader = TokenLoader(config, ranks, bos) if trains else None
+    kind, *validation = load_validation(config)
+    loader = TokenLoader(config, ranks) if config.iterations else None
     if state:
         check_settings(config, loader, state, path)
     torch.manual_seed(config.seed)
@@ -1402,6 +1419,10 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     if loader and config.compile == "1":
         compile_model(run)
     build_optimizers(run)
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+        run.log.line(f"parameters:{group['kind']} lr:{group['lr']} weight_decay:"
+                     f"{group['weight_decay']} tensors:{len(group['params'])} numbers:"
+                     f"{sum(p.numel() for p in group['params'])}")
     return run
 
 def announce(run: Run, kind: str, repeat_kv: bool, overrides: dict) -> None:
@@ -1411,10 +1432,13 @@ def announce(run: Run, kind: str, repeat_kv: bool, overrides: dict) -> None:
     backends = " ".join(f"{x}={x == attn}" for x in ("cudnn", "flash", "mem_efficient", "math"))
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     pattern = str(find_shards(c, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
-    run.log.event("config", config=settings, overrides=overrides)
+    run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
+                  world_size=run.ranks.world_size, threads=torch.get_num_threads(),
+                  val_tokens=len(run.val_tokens) - 1, val_bytes=run.val_bytes,
+                  val_raw_bytes=run.val_raw_bytes)
     run.log.line(f"""val_bpb:enabled tokenizer_kind={kind} tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
-loader:{c.loader} align_bos:{c.align_bos}
+loader:{c.loader}
 val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}
 model_params:{sum(p.numel() for p in run.model.parameters())}
 world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
@@ -1437,7 +1461,7 @@ def main() -> None:
             default, unit = int(f.default) if f.type is bool else f.default, f.metadata["unit"]
             print(f"{f.name.upper()}={default}\n    {f.metadata['help']}", f"[{unit}]" * bool(unit))
         return
-    source, name, asked = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name, 0
+    source, name = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name
     try:
         run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
         catch_signals(run)
@@ -1446,8 +1470,7 @@ def main() -> None:
         if run.checkpoint:
             restore(run, *run.checkpoint)
             run.checkpoint = None  # it takes as much memory as the run itself
-        if not run.config.export_only:
-            asked = train(run)
+        asked = train(run)
         if not asked:
             export(run, source)
     except (ValueError, OSError, FloatingPointError) as error:

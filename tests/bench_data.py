@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-BATCHES = [("sequential", 0), ("shuffled", 0), ("shuffled", 1)]
 
 
 def own_encode(model: str, texts: list[str], threads: int) -> float:
@@ -72,17 +71,17 @@ def prepare(text: Path, model: str, out: Path, workers: int) -> tuple[float, flo
     return seconds, peak * 1024 / 1e9
 
 
-def loader_rate(out: Path, model: str, loader: str, align_bos: int, length: int) -> tuple[float, float]:
+def loader_rate(out: Path, model: str, loader: str, length: int) -> tuple[float, float]:
     """Seconds until the first batch of a new loader, and its tokens/s when nothing else is done."""
     sys.path.insert(0, str(REPOSITORY))
     import torch
     import train_gpt
     vocab_size = json.loads((out / "manifest.json").read_text())["tokenizer"]["vocab_size"]
     config = train_gpt.Config(data_path=str(out), tokenizer_path=model, vocab_size=vocab_size, train_seq_len=length,
-                              loader=loader, align_bos=bool(align_bos), grad_accum_steps=8)
+                              loader=loader, grad_accum_steps=8)
     ranks = train_gpt.Ranks(0, 1, torch.device("cpu"))
     started = time.perf_counter()
-    stream = train_gpt.TokenLoader(config, ranks, 1)
+    stream = train_gpt.TokenLoader(config, ranks)
     stream.next_batch()
     first = time.perf_counter() - started
     tokens, started = 0, time.perf_counter()
@@ -131,13 +130,13 @@ def main() -> None:
         del texts
         data = out / "plain_.jsonl"
         print(f"\n{len(list(data.glob('*_train_*.bin')))} training shards, one process\n\n"
-              "| LOADER | ALIGN_BOS | TRAIN_SEQ_LEN | first batch | M tokens/s |\n|---|---|---|---|---|")
-        for loader, align_bos in BATCHES:
+              "| LOADER | TRAIN_SEQ_LEN | first batch | M tokens/s |\n|---|---|---|---|")
+        for loader in ("sequential", "shuffled"):
             for length in (1024, 4096):
-                results = [loader_rate(data, str(data / "tokenizer.model"), loader, align_bos, length)
+                results = [loader_rate(data, str(data / "tokenizer.model"), loader, length)
                            for _ in range(options.repeat)]
                 first, rate = np.median(results, axis=0)
-                print(f"| {loader} | {align_bos} | {length} | {first * 1000:.0f} ms | {rate / 1e6:.0f} |")
+                print(f"| {loader} | {length} | {first * 1000:.0f} ms | {rate / 1e6:.0f} |")
 
 
 if __name__ == "__main__":

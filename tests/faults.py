@@ -144,12 +144,12 @@ def mutations(folder: Path, count: int, random) -> tuple[str, int]:
 
     def read(kind: str, path: Path) -> bytes:
         if kind == "tokenizer":
-            return repr(train_gpt.load_validation(model_config)[3]).encode()
+            return repr(train_gpt.load_validation(model_config)[2]).encode()
         if kind == "checkpoint":
             state = train_gpt.read_checkpoint(path)
             return b"".join(t.numpy().tobytes() for t in state["tensors"].values())
         if kind == "shard":
-            return train_gpt.TokenLoader(config, one_process(), 1).read(0, 8999).tobytes()
+            return train_gpt.TokenLoader(config, one_process()).read(0, 8999).tobytes()
         train_gpt.load_weights(model, path)
         return b"".join(t.numpy().tobytes() for t in model.state_dict().values())
 
@@ -253,7 +253,7 @@ def checkpoint_cost(folder: Path, data: Path) -> tuple[str, int]:
                               train_batch_tokens=1024, grad_accum_steps=8)
     log = types.SimpleNamespace(event=lambda *a, **k: None, line=print)
     model = train_gpt.GPT(config)
-    run = train_gpt.Run(config, one_process(), log, model, train_gpt.TokenLoader(config, one_process(), 1),
+    run = train_gpt.Run(config, one_process(), log, model, train_gpt.TokenLoader(config, one_process()),
                         None, 0, None)
     train_gpt.build_optimizers(run)
     for p in model.parameters():

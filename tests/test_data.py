@@ -62,7 +62,7 @@ def stream_config(tmp_path, lengths):
 
 def test_the_stream_crosses_shards_and_wraps_around(tmp_path):
     config, tokens = stream_config(tmp_path, [300, 7, 500])
-    loader = train_gpt.TokenLoader(config, one_process(), 1)
+    loader = train_gpt.TokenLoader(config, one_process())
     endless = np.concatenate([tokens] * 4)
     for start, count in ((0, 5), (299, 2), (290, 600), (806, 3), (800, 1700), (807 * 3, 10)):
         assert (loader.read(start, count) == endless[start % 807:][:count]).all()
@@ -74,7 +74,7 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     endless, position = np.concatenate([tokens] * 3), 0
     config = train_gpt.replace(config, grad_accum_steps=4)
     ranks = [train_gpt.Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    loaders = [train_gpt.TokenLoader(config, r, 1) for r in ranks]
+    loaders = [train_gpt.TokenLoader(config, r) for r in ranks]
     for _ in range(3):
         batches = [loader.next_batch() for loader in loaders]
         assert all(t.shape == (16, 32) and t.dtype == torch.int64 for batch in batches for t in batch)
@@ -87,8 +87,8 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     assert loaders[0].position == loaders[1].position == position
 
 
-def loaders(config, world_size, bos=1):
-    return [train_gpt.TokenLoader(config, train_gpt.Ranks(rank, world_size, torch.device("cpu")), bos)
+def loaders(config, world_size):
+    return [train_gpt.TokenLoader(config, train_gpt.Ranks(rank, world_size, torch.device("cpu")))
             for rank in range(world_size)]
 
 
@@ -98,9 +98,9 @@ def shuffled_config(tmp_path, world_size=1, **changes):
     return train_gpt.replace(config, loader="shuffled", grad_accum_steps=accum, **changes), tokens
 
 
-def steps(config, world_size, count, bos=1):
+def steps(config, world_size, count):
     """The rows of inputs and targets of `count` steps, each step's in order, as all ranks read them."""
-    ranks = loaders(config, world_size, bos)
+    ranks = loaders(config, world_size)
     return [[pair for loader in ranks for pair in zip(*(part.tolist() for part in loader.next_batch()))]
             for _ in range(count)]
 
@@ -122,51 +122,30 @@ def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp
     assert other[:, 0].tolist() != [row[0] for row in first[:32]]
 
 
-@pytest.mark.parametrize("align_bos", [False, True])
-def test_the_shuffled_stream_is_the_same_for_any_world_size(tmp_path, align_bos):
-    config, _ = shuffled_config(tmp_path, align_bos=align_bos)
+def test_the_shuffled_stream_is_the_same_for_any_world_size(tmp_path):
+    config, _ = shuffled_config(tmp_path)
     wanted = steps(config, 1, 7)
     assert all(len(step) == 32 for step in wanted)
     for world_size in (2, 4, 8, 16, 32):
-        config, _ = shuffled_config(tmp_path, world_size, align_bos=align_bos)
+        config, _ = shuffled_config(tmp_path, world_size)
         assert steps(config, world_size, 7) == wanted
 
 
-def test_aligned_rows_start_with_documents_and_lose_no_token(tmp_path):
-    random = np.random.default_rng(5)
-    sizes = [*random.integers(1, 40, 50), 32, 31, 33, 64, 65, 300, 1, 1, 1, *random.integers(1, 200, 20)]
-    stream = np.concatenate([[9] * 7, *([1, *range(5, 4 + size)] for size in sizes)])
-    for i, part in enumerate(np.split(stream, [100, 101, 900])):  # documents straddle shards
-        write_shard(tmp_path / f"a_train_{i:06d}.bin", part)
-    config = tiny_config(data_path=str(tmp_path), loader="shuffled", align_bos=True, vocab_size=310)
-    starts = loaders(config, 1)[0].starts.tolist()
-    first = 7 + np.cumsum([0, *sizes])
-    documents, seen, previous = set(first.tolist()), np.zeros(len(stream), bool), None
-    lengths = dict(zip(first.tolist(), sizes))
-    for start in starts:
-        if start not in documents:  # then it goes on with a document that filled the row before
-            assert start == previous + 32 and not documents & set(range(previous + 1, start + 1))
-        seen[start:start + 33], previous = True, start
-    assert starts[0] == 7 and len(set(starts)) == len(starts) and seen[7:max(starts) + 33].all()
-    assert 0 <= len(stream) - (max(starts) + 33) < 33
-    assert all(document not in documents or document + size > previous + 32  # only what was cut comes again
-               for previous, document in zip(starts, starts[1:]) for size in [lengths.get(document, 0)])
-    loader = loaders(config, 1)[0]
-    for count in (1, 5, 20, len(starts)):
-        chosen = {at for row in loader.order[1][:count] for at in range(starts[row], starts[row] + 32)}
-        loader.position = count
-        assert len(chosen) <= loader.unique_tokens() == min(loader.tokens, 32 * count)
-    whole = [(at, size) for at, size in zip(first, sizes) if size <= 32 and at + size <= max(starts)]
-    assert len(whole) > 40  # documents that fit into a row are whole in one
-    assert all(any(s <= at and at + size <= s + 33 for s in starts) for at, size in whole)
-
-
-def test_no_documents_to_align(tmp_path):
-    config, _ = shuffled_config(tmp_path, align_bos=True)
-    with pytest.raises(ValueError, match="no row of TRAIN_SEQ_LEN=32 tokens after a BOS token .-1."):
-        loaders(config, 1, bos=-1)
-    with pytest.raises(ValueError, match="LOADER=shuffled"):
-        tiny_config(align_bos=True)
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader, world_size):
+    config, _ = shuffled_config(tmp_path, world_size)
+    config = train_gpt.replace(config, loader=loader)
+    ordinary = steps(config, world_size, 2)
+    wanted = ordinary[0] if loader == "sequential" else None
+    config = train_gpt.replace(config, overfit=True)
+    again = steps(config, world_size, 4)
+    assert all(sorted(step) == sorted(again[0]) for step in again) and len(again[0]) == len(ordinary[0])
+    assert wanted in (None, *again) and again[0] != ordinary[1]
+    one = loaders(config, 1)[0]
+    for _ in range(3):
+        one.next_batch()
+    assert one.epochs() == 3 and one.unique_tokens() in (1024, 1024 + config.grad_accum_steps)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
@@ -224,8 +203,8 @@ def test_a_validation_split_shorter_than_a_row(tmp_path):
 
 def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    kind, bos, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
-    assert (kind, bos, len(tokens), byte_count, raw) == ("byte", 1, 65, 63, None)  # 64 targets, one of them BOS
+    kind, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+    assert (kind, len(tokens), byte_count, raw) == ("byte", 65, 63, None)  # 64 targets, one of them BOS
 
 
 def mutate(random, content: bytes) -> bytes:
@@ -273,9 +252,9 @@ def test_a_thousand_damaged_shards_are_errors_or_read_as_they_are(tmp_path):
         held = np.frombuffer(damaged[1024:len(damaged) // 2 * 2], dtype="<u2")
         try:
             if split == "train":
-                read = train_gpt.TokenLoader(config, one_process(), 1).read(0, len(held))
+                read = train_gpt.TokenLoader(config, one_process()).read(0, len(held))
             else:
-                _, _, read, charged, _ = train_gpt.load_validation(config)
+                _, read, charged, _ = train_gpt.load_validation(config)
         except ValueError as error:
             assert str(path) in str(error) or proven and "manifest.json says" in str(error) or "too few" in str(error)
             outcomes["error"] += 1

@@ -50,6 +50,27 @@ def test_initial_loss_is_that_of_a_guess():
     assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(260)) < 0.05
 
 
+def test_a_padded_vocabulary_has_more_rows_and_the_same_tokens():
+    for tied in (True, False):
+        model = train_gpt.GPT(tiny_config(vocab_pad=64, tie_embeddings=tied))
+        tables = [model.tok_emb] + [model.lm_head] * (not tied)
+        assert [len(table.weight) for table in tables] == [320] * len(tables)
+        tokens = torch.randint(0, 260, (2, 33))
+        assert model.logits(model.hidden(tokens)).shape == (2, 33, 320)
+        assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(320)) < 0.05
+    assert len(train_gpt.GPT(tiny_config(vocab_pad=26)).tok_emb.weight) == 260
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2s_initial_values(tied):
+    model = train_gpt.GPT(tiny_config(init="gpt2", num_layers=8, model_dim=64, tie_embeddings=tied))
+    for name, p in model.named_parameters():
+        if name.endswith(".weight"):
+            assert p.std().item() == pytest.approx(0.02 / (4 if ".proj." in name else 1), rel=0.1), name
+            assert abs(p.mean().item()) < 0.002, name
+    assert model.skip_weights.eq(1).all() and model.blocks[0].attn_scale.eq(1).all()
+
+
 def test_tied_and_untied_heads():
     tied, untied = (train_gpt.GPT(tiny_config(tie_embeddings=flag)) for flag in (True, False))
     assert "lm_head.weight" not in tied.state_dict() and untied.lm_head.weight.eq(0).all()

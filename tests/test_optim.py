@@ -65,7 +65,7 @@ def test_muon_steps_like_pytorchs(shape):
     torch.manual_seed(0)
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    muon = train_gpt.Muon([{"params": [ours], "lr": 0.02}], tiny_config(), one_process())
+    muon = train_gpt.Muon([{"params": [ours], "lr": 0.02, "weight_decay": 0.0}], tiny_config(), one_process())
     muon.param_groups[0]["momentum"] = 0.9
     reference = torch.optim.Muon([theirs], lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.0,
                                  adjust_lr_fn="original")
@@ -93,6 +93,70 @@ def test_adam_is_pytorchs_with_our_settings():
         reference.step()
     for name in ("tok_emb.weight", "skip_weights", "blocks.0.resid_mix", "blocks.1.attn.q_gain"):
         torch.testing.assert_close(run.model.get_parameter(name), twin.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused):
+    run = make_run(optimizer="adamw", adam_lr=3e-3, weight_decay=0.1, fused=fused, tie_embeddings=False)
+    twin = train_gpt.GPT(run.config)
+    twin.load_state_dict(run.model.state_dict())
+    vectors = [p for n, p in twin.named_parameters() if p.ndim == 1 or "resid_mix" in n or n == "skip_weights"]
+    matrices = [p for n, p in twin.named_parameters() if n.endswith(".weight")]
+    reference = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                  lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(0))
+    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    for _ in range(3):
+        train_gpt.train_step(run, 0.5)
+        twin.zero_grad()
+        twin(tokens[:, :-1], tokens[:, 1:]).backward()
+        for group in reference.param_groups:
+            group["lr"] = 1.5e-3
+        reference.step()
+    for name, p in run.model.named_parameters():
+        torch.testing.assert_close(p, twin.get_parameter(name), rtol=1e-4, atol=1e-6, msg=name)
+    assert len(run.optimizers) == 1 and not torch.equal(run.model.lm_head.weight, train_gpt.GPT(run.config).lm_head.weight)
+
+
+def test_a_fault_touches_nothing_in_an_adam_that_is_not_fused():
+    run = make_run(optimizer="adamw", fused=False, skip_nonfinite=1)
+    tokens = torch.randint(0, 260, (2, 33))
+    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    run.model.skip_weights.data[0, 0] = math.nan
+    before = [p.clone() for p in run.model.parameters()]
+    train_gpt.train_step(run, 1.0)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, run.model.parameters()))
+
+
+def test_muon_decays_by_the_rate_and_not_where_a_step_is_left_out():
+    torch.manual_seed(0)
+    start, grad = torch.randn(16, 48), torch.randn(16, 48)
+    ends = []
+    for decay, skip in ((0.0, 0), (0.1, 0), (0.1, 1)):
+        p = torch.nn.Parameter(start.clone())
+        muon = train_gpt.Muon([{"params": [p], "lr": 0.02, "weight_decay": decay}], tiny_config(), one_process())
+        p.grad, muon.found_inf = grad.clone(), torch.tensor(float(skip))
+        muon.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(ends[1], ends[0] - 0.02 * 0.1 * start)
+    assert torch.equal(ends[2], start)
+
+
+def test_cosine_schedule_with_a_warm_up_and_a_floor():
+    config = tiny_config(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0.1, max_wallclock_seconds=0.0)
+    factors = [train_gpt.lr_factor(config, step, 1e9) for step in range(111)]
+    assert factors[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert [factors[i] for i in (10, 60, 110)] == pytest.approx([1.0, 0.55, 0.1])
+    assert factors[35] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    capped = train_gpt.replace(config, max_wallclock_seconds=100.0)  # what ends the run first ends the cosine
+    assert train_gpt.lr_factor(capped, 20, 50e3) == pytest.approx(0.55)
+    assert train_gpt.lr_factor(capped, 60, 20e3) == pytest.approx(0.55)
+    assert train_gpt.lr_factor(capped, 20, 200e3) == pytest.approx(0.1)
+
+
+def test_the_warmdown_has_a_floor_too():
+    config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0, min_lr=0.2)
+    assert [train_gpt.lr_factor(config, step, 0) for step in (80, 90, 100)] == pytest.approx([1.0, 0.6, 0.2])
 
 
 def test_schedule_without_a_cap():
@@ -241,7 +305,7 @@ def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
         params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(8, 24)] * 5 + [(24, 8)] * 2]
         for p in params:
             p.grad = torch.randn_like(p)
-        train_gpt.Muon([{"params": params, "lr": 0.02}], tiny_config(), ranks).step()
+        train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.0}], tiny_config(), ranks).step()
         return params
 
     alone = step(one_process())

@@ -1,16 +1,19 @@
 """Whole runs of the script: the log's lines, ranks, devices, and what is found before training."""
 
+import hashlib
 import json
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import train_gpt
-from conftest import events, make_shards, run_here, run_trainer, tiny_arguments, write_shard
+from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, write_shard
 
 NUMBER = r"-?\d+(\.\d+)?"
 PATTERNS = [
@@ -26,6 +29,9 @@ PATTERNS = [
     r"train_batch_tokens:1024 train_seq_len:32 iterations:4 warmup_steps:1 max_wallclock_seconds:0.000",
     r"seed:1337",
     r"config:\{.*\}",
+    r"parameters:embed lr:0.03 weight_decay:0.0 tensors:1 numbers:8320",
+    r"parameters:scalar lr:0.02 weight_decay:0.0 tensors:9 numbers:\d+",
+    r"parameters:matrix lr:0.02 weight_decay:0.0 tensors:12 numbers:\d+",
     r"warmup_step:1/1",
     rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} train_time:\d+ms step_avg:{NUMBER}ms",
     *[rf"step:{n}/4 train_loss:\d\.\d{{4}} train_time:\d+ms step_avg:\d+\.\d\dms lr:\S+ grad_norm:{NUMBER} "
@@ -79,7 +85,7 @@ def test_events_are_unrounded_and_complete(finished):
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
     assert seen[6]["epoch"] == pytest.approx(4128 / 14000)
-    assert seen[8] == {"event": "data", "epochs": seen[6]["epoch"], "unique_tokens": 4128, "tokens": 14000}
+    assert seen[8].pop("elapsed_s") and seen[8] == {"event": "data", "epochs": seen[6]["epoch"], "unique_tokens": 4128, "tokens": 14000}
 
 
 @pytest.mark.parametrize("loader, wraps", [("sequential", [2, 4]), ("shuffled", [2, 4])])
@@ -91,7 +97,7 @@ def test_each_wrap_around_is_one_line(tmp_path, monkeypatch, capsys, loader, wra
     found = [int(n) for n in re.findall(r"^train_loader:wrap_around step:(\d)/4 epoch:\d\.\d{3} of 14000", out, re.M)]
     unique = 14000 if loader == "sequential" else 437 * 32
     assert found == wraps and re.search(rf"^train_loader:epochs:2\.3.. unique_tokens:{unique} of 14000$", out, re.M)
-    assert f"train_shards:2 tokens:14000 loader:{loader} align_bos:False" in out
+    assert f"train_shards:2 tokens:14000 loader:{loader}" in out
 
 
 def test_the_artifact_can_be_scored_alone(finished, tmp_path, monkeypatch):
@@ -226,7 +232,45 @@ def test_a_terminal_shows_progress_in_place(finished, tmp_path, monkeypatch, cap
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", TRAIN_LOG_EVERY=0, ITERATIONS=12))
     output = capsys.readouterr().out
     clear = re.escape("\r\x1b[2K")
-    assert re.search(rf"{clear}step 11/12 loss \d\.\d{{4}} eta 0\.0m{clear}step 12/12 loss \S+ eta 0\.0m{clear}step:12/12 val",
+    assert re.search(rf"\x1b\[2Kstep 11 loss \d\.\d{{4}} eta 0\.0m{clear}step 12 loss \S+ eta 0\.0m{clear}step:12/12 val",
                      output)
     logged = (tmp_path / "logs" / "run.txt").read_text()
-    assert "\x1b" not in logged.split("=" * 100)[-1] and "step 11/12" not in logged
+    assert "\x1b" not in logged.split("=" * 100)[-1] and "step 11 " not in logged
+
+
+def test_trackers_get_the_numbers_and_stop_no_run(finished, tmp_path, monkeypatch, capsys):
+    _, data, _ = finished
+    sent, fails = [], [True]
+
+    def log(numbers, step):
+        if fails and step == 2:
+            raise OSError(fails.pop() and "no network")
+        sent.append((step, numbers))
+
+    def init(**about):
+        sent.append(about)
+        return types.SimpleNamespace(log=log)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as where it is not installed
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="tracked", TRACKERS="wandb,tensorboard"))
+    out = capsys.readouterr().out
+    assert "warning: TRACKERS=tensorboard is not used: import of torch.utils.tensorboard halted" in out
+    assert "warning: a tracker lacks step 2: no network" in out and "roundtrip_exact" in out
+    about, *numbers = sent
+    assert about["name"] == "tracked" and about["config"]["model_dim"] == 32
+    wanted = [e["train_loss"] for e in events(tmp_path, "tracked") if e["event"] == "train" and e["step"] != 2]
+    assert [n["train/train_loss"] for _, n in numbers if "train/train_loss" in n] == wanted and len(wanted) == 3
+    assert {name for _, n in numbers for name in n} >= {"val/val_bpb", "train/grad_norm", "final/val_loss"}
+    assert all(isinstance(value, (int, float)) for _, n in numbers for value in n.values())
+
+
+def test_a_log_has_what_its_numbers_can_be_recomputed_from(finished):
+    folder, _, _ = finished
+    log = events(folder, "run")
+    config, final, export = log[0], log[-1], next(e for e in log if e["event"] == "export")
+    bits = final["val_loss"] / math.log(2) * config["val_tokens"] / config["val_bytes"]
+    assert final["val_bpb"] == pytest.approx(bits, rel=1e-12) and config["world_size"] == 1
+    assert export["code_sha256"] == hashlib.sha256((REPOSITORY / "train_gpt.py").read_bytes()).hexdigest()
+    clock = [e["elapsed_s"] for e in log]
+    assert clock == sorted(clock) and 0 < clock[0] < clock[-1]

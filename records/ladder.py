@@ -1,0 +1,186 @@
+"""Climb the GPT-2 speed-up ladder with nothing but variables of train_gpt.py, one more on each rung.
+
+    python records/ladder.py --shape 124M DATA_PATH=data/datasets/mine_gpt2          GPT-2's size, for a GPU
+    python records/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
+    python records/ladder.py --report records/track_speedup_ladder/2026-01-31_A100   prints a folder's README.md
+
+The text is yours, in GPT-2's tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, for each
+rung ends with the score and the export. NAME=value behind all that goes for every rung. The folder
+records/track_speedup_ladder/DATE_NAME gets ladder.json, the log of every rung, and README.md with the table.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from submit import hardware  # noqa: E402
+from verify import ROOT  # noqa: E402
+
+SHAPES = {
+    "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
+    "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=1024"}
+COMMON = ("VOCAB_SIZE=50257 TOKENIZER_PATH=gpt2 ITERATIONS=50 MAX_WALLCLOCK_SECONDS=0 WARMUP_STEPS=0 WARMDOWN_ITERS=0 "
+          "VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1 GRAD_ACCUM_STEPS=1 OPTIMIZER=adamw ADAM_LR=3e-4 BETA2=0.999 FUSED=0 "
+          "TIE_EMBEDDINGS=0 DTYPE=float32 MATMUL_PRECISION=highest COMPILE=0 ATTN=math")
+# What a rung is called; what it sets from there on; ms a step and thousand tokens/s of the three published ladders that
+# it follows (first on Apple's MPS with tiny batches, second an A100 with 8 x 1,024 tokens, third an RTX 3080).
+RUNGS = [
+    ("overfit one batch", "OVERFIT=1", ("loss 10.90 to 0.06", "", "")),
+    ("stream", "OVERFIT=0", ("loss 10.96 to 6.97", "", "")),
+    ("tied weights", "TIE_EMBEDDINGS=1", ("loss 11.08 to 6.83", "", "tied nothing (a typo)")),
+    ("GPT-2's initial values", "INIT=gpt2", ("loss 10.82 to 6.82", "", "loss got worse")),
+    ("float32", "", ("100.7 ms", "577.6 ms, 14.2k", "177.6 ms, 11.5k")),
+    ("TF32", "MATMUL_PRECISION=high", ("99.6 ms", "237.2 ms, 34.5k", "not waited for")),
+    ("bfloat16", "DTYPE=bfloat16", ("45.9k (CUDA)", "203.7 ms, 40.2k", "not waited for")),
+    ("torch.compile", "COMPILE=1", ("", "78.3 ms, 104.6k", "not waited for")),
+    ("flash attention (SDPA)", "ATTN=flash", ("", "56.2 ms, 145.8k", "not waited for")),
+    ("padded vocabulary", "VOCAB_PAD=64", ("", "54.6 ms, 150.1k", "not waited for")),
+    ("betas and clipping", "BETA2=0.95 GRAD_CLIP_NORM=1", ("", "55.6 ms, 147.3k", "not waited for")),
+    ("cosine schedule", "LR_SCHEDULE=cosine ADAM_LR=6e-4 LR_WARMUP_STEPS=10 MIN_LR=0.1", ("", "55.6 ms, 147.4k", "not waited for")),
+    ("weight decay, fused AdamW", "WEIGHT_DECAY=0.1 FUSED=1", ("", "50.7 ms, 161.7k", "")),
+    ("gradient accumulation, 4 times", "ACCUMULATE=4", ("", "", "")),
+    ("two ranks (DDP)", "RANKS=2", ("", "", "211.6k on 2 RTX 4090"))]
+SKIPPED = 10  # steps before those that are timed
+
+
+def rung_settings(shape: str, extra: list[str]) -> list[tuple[str, dict[str, str], int]]:
+    """Name, settings and ranks of every rung; each has what the ones before it have."""
+    settings, ranks, result = dict(part.split("=", 1) for part in f"{COMMON} {SHAPES[shape]}".split()), 1, []
+    for name, changes, _ in RUNGS:
+        new = dict(part.split("=", 1) for part in changes.split())
+        ranks = int(new.pop("RANKS", ranks))
+        if times := int(new.pop("ACCUMULATE", 0)):
+            settings["MICRO_BATCH_TOKENS"] = settings["TRAIN_BATCH_TOKENS"]
+            settings["TRAIN_BATCH_TOKENS"] = str(times * int(settings["TRAIN_BATCH_TOKENS"]))
+            settings["GRAD_ACCUM_STEPS"] = "0"
+        settings |= new
+        settings["VAL_BATCH_SIZE"] = settings["TRAIN_BATCH_TOKENS"]
+        result.append((name, {**settings, **dict(part.split("=", 1) for part in extra)}, ranks))
+    return result
+
+
+def climb(folder: Path, shape: str, extra: list[str]) -> None:
+    """Runs all rungs, one after another, in a folder of their own, and keeps their .jsonl logs."""
+    folder.mkdir(parents=True)
+    about = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": []}
+    for number, (name, settings, ranks) in enumerate(rung_settings(shape, extra), 1):
+        launcher = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+                                       if ranks > 1 else [])
+        environment = {**os.environ, **({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks))} if ranks > 1 else {})}
+        with tempfile.TemporaryDirectory() as place:
+            for top in ("data",):  # so that logs have the same relative paths everywhere
+                Path(place, top).symlink_to(ROOT / top)
+            arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
+            result = subprocess.run([*launcher, str(ROOT / "train_gpt.py"), *arguments], cwd=place, env=environment,
+                                    capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
+            shutil.copy(Path(place, "logs", "rung.jsonl"), folder / f"rung{number:02d}.jsonl")
+        about["rungs"].append(name)
+        (folder / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        print(number, name, flush=True)
+    (folder / "README.md").write_text(report(folder), encoding="utf-8")
+
+
+def measure(path: Path) -> dict:
+    """Of one rung's log: times of the steps after the first ten, speed, memory, losses, what it ran with."""
+    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    start, trained = events[0], [event for event in events if event["event"] == "train"]
+    clock = [event["train_time_ms"] for event in trained]
+    times = sorted(after - before for before, after in zip(clock[SKIPPED - 1:], clock[SKIPPED:]))
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {"ms": middle, "iqr": high - low, "rate": start["config"]["TRAIN_BATCH_TOKENS"] / middle * 1000,
+            "mfu": trained[-1]["mfu"], "mem": max(event["mem_mib"] for event in trained), "first": trained[0]["train_loss"],
+            "last": statistics.mean(event["train_loss"] for event in trained[-10:]), "config": start["config"],
+            "torch": start["torch"], "world_size": start["world_size"], "threads": start["threads"],
+            "code": next(event["code_sha256"] for event in events if event["event"] == "export")}
+
+
+def idle(name: str, now: dict, before: dict | None) -> str:
+    """Why a rung does nothing on this device; empty where it does something."""
+    device = now["config"]["DEVICE"]
+    if name == "TF32" and device != "cuda":
+        return "does nothing: TF32 is of CUDA"
+    if name == "weight decay, fused AdamW" and not now["config"]["FUSED"]:
+        return "not fused here"
+    if before and now["config"]["ATTN"] == before["config"]["ATTN"] and "SDPA" in name:
+        return f"does nothing: {now['config']['ATTN']} was chosen before"
+    return ""
+
+
+def report(folder: Path) -> str:
+    """README.md of a ladder, from ladder.json and the logs alone."""
+    about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    rows, before = [], None
+    measured = [measure(folder / f"rung{number:02d}.jsonl") for number in range(1, len(about["rungs"]) + 1)]
+    published = {name: figures for name, _, figures in RUNGS}
+    changes = {name: change for name, change, _ in RUNGS}
+    for name, now in zip(about["rungs"], measured):
+        mfu = "n/a" if now["mfu"] is None else f"{now['mfu']:.1%}"
+        config = now["config"]
+        rows.append(f"| {name} | `{changes[name] or 'nothing'}` | {now['ms']:.1f} ({now['iqr']:.1f}) | {now['rate']:,.0f} | {mfu} | "
+                    f"{now['mem']:,} | {now['first']:.2f} to {now['last']:.2f} | {idle(name, now, before)} | "
+                    + " | ".join(published[name]) + " |")
+        before = now
+    first, last = measured[about["rungs"].index("float32")], measured[about["rungs"].index("weight decay, fused AdamW")]
+    config = first["config"]
+    return f"""# The speed-up ladder on {about['hardware']}
+
+{config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, vocabulary {config['VOCAB_SIZE']:,}, rows of \
+{config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step{f", shape `{about['shape']}`"}; device {config['DEVICE']}, \
+{first['threads']} threads, PyTorch {first['torch']}, train_gpt.py {first['code'][:12]}. Data: {Path(config['DATA_PATH']).name}. {config['ITERATIONS']} steps a rung; \
+median and interquartile range are of the steps after the first {SKIPPED}, each of which was waited for.
+
+From float32 to the fused optimizer: {first['ms'] / last['ms']:.2f} times as fast.
+
+| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss, first to mean of last 10 | here | MPS | A100 | RTX 3080 |
+|---|---|---|---|---|---|---|---|---|---|---|
+""" + "\n".join(rows) + f"""
+
+The last three columns are the published ladders that this one follows, 124M parameters on Tiny Shakespeare; they are not
+comparable with this device, and have mistakes of their own:
+
+- The RTX 3080's times after its float32 rung were taken without waiting for the GPU: 147k tokens/s in float32 would be four
+  times that card's peak. Only its first rung and the run on two RTX 4090 can be used. Its tied weights were a misspelt
+  attribute, which ties nothing.
+- The A100's ladder trains on one batch only, so that its losses rank nothing; its 5.09 at the end is memorised. Its first
+  compiled step (90 ms) leaves out the compiling.
+- TF32 does nothing on MPS, and saves no memory anywhere. The batch size changes within the MPS and RTX 3080 ladders.
+
+Losses are a check that a rung learns, not what it is worth: {config['ITERATIONS']} steps rank nothing. Here the model is this project's
+GPT, not GPT-2: no biases, RMS norm, rotary positions, squared ReLU. At 12 layers of width 768 with 12 heads it has 123,587,712
+parameters with a tied vocabulary of 50,257, GPT-2 124,439,808.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--name", default="", help="of the folder (default: the shape)")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the README.md of a finished ladder")
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py for every rung")
+    options = parser.parse_args()
+    try:
+        if options.report:
+            print(report(options.report), end="")
+            return
+        folder = ROOT / "records" / "track_speedup_ladder" / f"{time.strftime('%Y-%m-%d')}_{options.name or options.shape}"
+        if folder.exists():
+            raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
+        climb(folder, options.shape, options.settings)
+        print(folder.relative_to(ROOT))
+    except (ValueError, OSError) as error:
+        sys.exit(f"ladder.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

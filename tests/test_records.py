@@ -1,0 +1,294 @@
+"""Record folders: what the tools make is accepted, and a claim, log, script, artifact or picture that was changed is not."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, make_shards, run_here, tiny_arguments
+
+sys.path.insert(0, str(REPOSITORY / "records"))
+
+pytest.importorskip("matplotlib", reason="records have pictures: pip install -r requirements-dev.txt")
+pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
+
+import ladder  # noqa: E402
+import leaderboard  # noqa: E402
+import run as record_run  # noqa: E402
+import submit  # noqa: E402
+import verify  # noqa: E402
+
+TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_threads": 64,
+         "max_world_size": 1, "min_seeds": 3, "unit": "nats per token", "margin": 0.0, "p": 0.01,
+         "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
+         "divisions": {"tiny": {"scored": {"byte260": {"32": {"val_tokens": 2976, "val_bytes": 2976, "val_raw_bytes": None}}}}}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A repository with six finished runs and the two records made of them, the second with the first as its base."""
+    root, patch = tmp_path_factory.mktemp("repository"), pytest.MonkeyPatch()
+    make_shards(root)
+    (root / "records" / "track_tiny").mkdir(parents=True)
+    (root / "records" / "track_tiny" / "track.json").write_text(json.dumps(TRACK))
+    shutil.copy(REPOSITORY / "train_gpt.py", root / "train_gpt.py")
+    for module in (verify, submit, record_run):
+        patch.setattr(module, "ROOT", root)
+    for name, changes in (("Control", {}), ("Slow", {"MATRIX_LR": "0.001", "TIED_EMBED_LR": "0.001"})):
+        for seed in ("1", "2", "3"):
+            run_id = f"{name}_seed{seed}"
+            run_here(patch, root, *tiny_arguments("tiny", SEED=seed, RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **changes))
+        given = ["records/run.py", "--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
+                 "--blurb", "What is new.", "--hardware", "a laptop", "--seeds", "1,2,3",
+                 *tiny_arguments("tiny", **changes)]
+        if name == "Slow":
+            given += ["--base", f"track_tiny/{next((root / 'records' / 'track_tiny').glob('*_Control')).name}"]
+        patch.setattr(sys, "argv", given)
+        with pytest.raises(SystemExit) as end:  # all seeds have finished: nothing is run again
+            record_run.main()
+        assert end.value.code == 0
+    yield root
+    patch.undo()
+
+
+@pytest.fixture
+def records(root, tmp_path, monkeypatch):
+    """A copy of the records; returns the folder of the second one, which may be spoilt."""
+    shutil.copytree(root / "records", tmp_path / "records")
+    return next((tmp_path / "records" / "track_tiny").glob("*_Slow"))
+
+
+def edit(path: Path, pattern: str, new: str, count: int = 1) -> None:
+    """Replaces what a pattern finds; it has to find something."""
+    text = path.read_text()
+    changed, found = re.subn(pattern, new, text, count=count)
+    assert found, (path, pattern)
+    path.write_text(changed)
+
+
+def change(folder: Path, event: str, seed: int = 2, **values) -> None:
+    """Changes the last event of a kind in a seed's .jsonl."""
+    path = folder / f"train_seed{seed}.jsonl"
+    lines = path.read_text().splitlines()
+    at = max(i for i, line in enumerate(lines) if json.loads(line)["event"] == event)
+    lines[at] = json.dumps({**json.loads(lines[at]), **values})
+    path.write_text("\n".join(lines) + "\n")
+
+
+def claim(folder: Path, **values) -> None:
+    path = folder / "submission.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def claims(folder: Path) -> dict:
+    return json.loads((folder / "submission.json").read_text())
+
+
+def track(folder: Path, **values) -> None:
+    path = folder.parent / "track.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def consistent_score(folder: Path) -> None:
+    """A better score in the .jsonl and the .log of a seed, and bytes that make it right."""
+    path = folder / "train_seed2.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for e in events:
+        if e["event"] == "config":
+            e["val_bytes"] = 2 * e["val_bytes"]
+        if "val_bpb" in e:
+            e["val_bpb"] /= 2
+    path.write_text("".join(json.dumps(e) + "\n" for e in events))
+    log = folder / "train_seed2.log"
+    log.write_text(re.sub(r"val_bpb:(\d[\d.]*)", lambda m: "val_bpb:" + format(
+        next(e["val_bpb"] for e in events if "val_bpb" in e and format(2 * e["val_bpb"], f".{len(m[1]) - 2}f") == m[1]),
+        f".{len(m[1]) - 2}f"), log.read_text()))
+
+
+def same_run_twice(folder: Path) -> None:
+    for suffix in (".log", ".jsonl"):
+        text = (folder / f"train_seed2{suffix}").read_text()
+        text = text.replace('"SEED": 2', '"SEED": 3').replace("\nseed:2\n", "\nseed:3\n").replace("_seed2", "_seed3")
+        (folder / f"train_seed3{suffix}").write_text(text)
+    shutil.copy(folder / "artifact_seed2.int8.ptz", folder / "artifact_seed3.int8.ptz")
+
+
+def longer_script(folder: Path) -> None:
+    more = "# one more line\n" * 100
+    for path in (folder / "train_gpt.py", *folder.glob("*.log")):
+        path.write_text(more + path.read_text())
+
+
+def resumed(folder: Path) -> None:
+    path = folder / "train_seed2.jsonl"
+    first, *rest = path.read_text().splitlines()
+    clock = json.loads(first)["elapsed_s"]
+    path.write_text("\n".join([first, json.dumps({"event": "resume", "step": 0, "train_time_ms": 0.0, "elapsed_s": clock}),
+                               *rest]) + "\n")
+    submit.write_claims(folder, {key: claims(folder)[key] for key in submit.AUTHORED})
+
+
+def best_seeds_only(folder: Path) -> None:
+    for path in (*folder.glob("train_seed3*"), *folder.glob("artifact_seed3*")):
+        path.unlink()
+    submit.write_claims(folder, {key: claims(folder)[key] for key in submit.AUTHORED})
+
+
+def faster_clock(folder: Path) -> None:
+    path = folder / "train_seed2.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for e in events:
+        e["train_time_ms"] = e["train_time_ms"] / 2 if "train_time_ms" in e else None
+    path.write_text("".join(json.dumps({k: v for k, v in e.items() if v is not None}) + "\n" for e in events))
+    log = folder / "train_seed2.log"
+    times = iter([e["train_time_ms"] for e in events if e["event"] in ("val", "train") and e["train_time_ms"] is not None])
+    log.write_text(re.sub(r"(?m)^(step:.* train_time:)\d+", lambda m: f"{m[1]}{next(times):.0f}", log.read_text()))
+
+
+FORGERIES = {
+    "a better mean": (lambda f: claim(f, val_bpb=claims(f)["val_bpb"] - 0.01), "submission.json: val_bpb is"),
+    "a smaller deviation": (lambda f: claim(f, val_bpb_std=0.0001), "submission.json: val_bpb_std is"),
+    "a better seed": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "2": {
+        **claims(f)["seed_results"]["2"], "val_bpb": 1.0}}), "seed_results: 2: val_bpb is 1.0, but the logs give"),
+    "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}), "4 is in no log"),
+    "fewer bytes": (lambda f: claim(f, bytes_total=1000), "submission.json: bytes_total is 1000"),
+    "bits as loss": (lambda f: claim(f, val_loss=claims(f)["val_bpb"]), "submission.json: val_loss is"),
+    "a missing claim": (lambda f: claim(f, blurb=None), "submission.json: blurb is no str"),
+    "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}), "significance: p is 1e-09"),
+    "other units": (lambda f: claim(f, significance={**claims(f)["significance"], "unit": "bits per byte"}), "unit is 'bits"),
+    "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
+    "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
+    "another track": (lambda f: claim(f, track="track_open"), "submission.json is of track_open/"),
+    "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is no record folder"),
+    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"), "is not the folder's train_gpt.py"),
+    "another script in log and folder": (lambda f: [edit(path, "lookup = 0", "lookup = 1") for path in (
+        f / "train_gpt.py", *f.glob("*.log"))], "code_sha256 is not train_gpt.py's"),
+    "a script that is too long": (longer_script, "lines, not less than 1,500"),
+    "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is no Python"),
+    "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
+    "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
+    "a final score in the .log": (lambda f: edit(f / "train_seed2.log", r"(roundtrip_exact val_loss:\d)\.\d", r"\1.0"),
+                                  "the final score of the .log"),
+    "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"), "disagree"),
+    "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5), ".log and .jsonl disagree"),
+    "twice the bytes of text": (consistent_score, "are not what the division 'tiny' has"),
+    "a larger artifact in the log": (lambda f: change(f, "export", artifact_bytes=100), "artifact_bytes is .* in the .log"),
+    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100), "is not the artifact of the log"),
+    "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong"),
+    "a faster clock": (faster_clock, "tok_per_sec is not what"),
+    "a wall clock that is too short": (lambda f: [change(f, e, elapsed_s=0.001) for e in ("final",)], "the wall clock"),
+    "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
+    "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
+                       "train_seed7.log is of SEED=2"),
+    "best seeds only": (best_seeds_only, "the track asks for 3 seeds"),
+    "one seed with other settings": (lambda f: [edit(f / f"train_seed2{s}", '"MATRIX_LR": 0.001', '"MATRIX_LR": 0.1')
+                                                for s in (".log", ".jsonl")], "seed 2 differs in MATRIX_LR"),
+    "settings in the .jsonl alone": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": 2', '"NUM_LAYERS": 3'),
+                                     "disagree on the settings"),
+    "too large": (lambda f: track(f, max_bytes=90_000), "are more than 90000"),
+    "too long": (lambda f: track(f, max_train_seconds=0), "of training, MAX_WALLCLOCK_SECONDS"),
+    "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "of evaluation are more"),
+    "too many threads": (lambda f: track(f, max_threads=0), "threads .* is more than 0"),
+    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}), "NUM_LAYERS=2 is none of .9."),
+    "another division": (lambda f: claim(f, division="other"), "division 'other' is none of tiny"),
+    "a resumed run": (resumed, "is a resumed run; the blurb has to say so"),
+    "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260", "tokenizer_path=/home/me/b"),
+                                  "absolute paths .'/home/me/b'"),
+    "an absolute path in a claim": (lambda f: claim(f, command="python /home/me/train_gpt.py"), "absolute paths"),
+    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"), "README.md: what stands above"),
+    "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
+    "a name without a date": (lambda f: None, "is no DATE_Name"),
+}
+
+
+def test_what_the_tools_make_is_accepted(root, capsys):
+    for folder in sorted((root / "records" / "track_tiny").glob("*_*")):
+        found, notes = verify.verify_record(folder)
+        assert not found and "bits per byte, 3 seeds" in notes[0], found
+    assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ nats per token, .* not significant", notes[1])
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_forgeries_are_refused_with_the_reason(records, name):
+    spoil, reason = FORGERIES[name]
+    spoil(records)
+    if name == "a name without a date":
+        records = records.rename(records.with_name("Slow"))
+    found, _ = verify.verify_record(records)
+    assert any(re.search(reason, finding) for finding in found), found
+
+
+def test_the_artifacts_are_scored_again(root, records):
+    """With another seed's artifact in its place, and a log that names it, only the score itself tells."""
+    found = verify.Findings()
+    seeds = verify.read_folder(records, found)
+    line = verify.rerun(records, seeds[0], TRACK["divisions"]["tiny"], found)
+    assert not found and "scored again" in line
+    shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
+    verify.rerun(records, seeds[0], {"scored": {"byte260": {"val_shards_sha256": ["0" * 64]}}}, found)
+    assert "other validation shards than the division" in found[0] and "the artifact scores" in found[1]
+
+
+def test_the_test_of_significance_is_welchs_in_the_tracks_unit():
+    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees."""
+    def seeds(losses, tokens=100):
+        return [{"val_loss": x, "val_bpb": 2 * x, "val_tokens": tokens, "val_bytes": 72} for x in losses]
+
+    ours, theirs = seeds([0.99, 1.0, 1.01]), seeds([1.08, 1.1, 1.12])
+    test = verify.significance({"unit": "nats per token"}, ours, theirs)
+    assert test["unit"] == "nats per token" and test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3]
+    assert test["p"] == pytest.approx(0.00245, abs=3e-4)
+    assert verify.significance({"unit": "nats per token", "margin": 0.2}, ours, theirs)["p"] > 0.5
+    other = verify.significance({"unit": "nats per token", "margin": 0.01}, ours, seeds([1.1, 1.2], tokens=50))
+    assert other["unit"] == "bits per byte" and other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72)
+    assert verify.significance({}, ours[:1], theirs) is None
+
+
+def test_the_leaderboard_says_when_it_is_stale(root, tmp_path, monkeypatch, capsys):
+    shutil.copytree(root / "records", tmp_path / "records")
+    (tmp_path / "records" / "README.md").write_text(f"# Records\n\n{leaderboard.BEGIN}old\n{leaderboard.END}\nMore.\n")
+    monkeypatch.setattr(leaderboard, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--check"])
+    with pytest.raises(SystemExit, match="stale"):
+        leaderboard.main()
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py"])
+    leaderboard.main()
+    text = (tmp_path / "records" / "README.md").read_text()
+    assert text.startswith("# Records\n") and text.endswith("\nMore.\n") and "old\n" not in text
+    rows = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
+    assert "_Control]" in rows[0] and "_Slow]" in rows[1] and "nats per token" in rows[1]
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--check"])
+    leaderboard.main()
+
+
+def test_a_finished_seed_is_not_run_again_and_another_is(root, monkeypatch):
+    log = json.loads((root / "logs" / "Control_seed1.jsonl").read_text().splitlines()[0])
+    given = {name: text for name, (text, _) in log["overrides"].items()}
+    assert record_run.is_finished("Control_seed1", given)
+    assert not record_run.is_finished("Control_seed1", {**given, "MATRIX_LR": "1"})
+    assert not record_run.is_finished("Control_seed9", given)
+
+
+def test_rungs_add_up():
+    rungs = ladder.rung_settings("small", ["DATA_PATH=x"])
+    settings = {name: values for name, values, _ in rungs}
+    assert len(rungs) == len(ladder.RUNGS) and all(values["DATA_PATH"] == "x" for values in settings.values())
+    assert settings["overfit one batch"]["OVERFIT"] == "1" and settings["stream"]["OVERFIT"] == "0"
+    assert settings["stream"]["TIE_EMBEDDINGS"] == "0" and settings["float32"]["TIE_EMBEDDINGS"] == "1"
+    assert settings["flash attention (SDPA)"] == {**settings["torch.compile"], "ATTN": "flash"}
+    assert settings["gradient accumulation, 4 times"]["TRAIN_BATCH_TOKENS"] == "4096"
+    assert [ranks for _, _, ranks in rungs] == [1] * (len(rungs) - 1) + [2]
+    import train_gpt
+    for values in settings.values():
+        train_gpt.load_config([f"{name}={value}" for name, value in values.items()], {})
+
+
+def test_all_committed_records_are_as_they_say():
+    assert f"{leaderboard.BEGIN}\n{leaderboard.tables(REPOSITORY / 'records')}\n{leaderboard.END}" in (
+        REPOSITORY / "records" / "README.md").read_text()
+    for folder in verify.record_folders():
+        is_ladder = folder.parent.name == "track_speedup_ladder"
+        found, _ = verify.verify_ladder(folder) if is_ladder else verify.verify_record(folder)
+        assert not found, (folder, found)
