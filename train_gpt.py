@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ---- Configuration -----------------------------------------------------------------------------
-STARTED = time.time()  # of the process, but for its imports
+STARTED = time.monotonic()  # of the process, but for its imports
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -310,7 +310,7 @@ class RunLog:
         """One JSON object, its numbers unrounded, for the .jsonl file, and numbers for trackers."""
         if not self.is_main:
             return
-        elapsed = round(time.time() - STARTED, 3)
+        elapsed = round(time.monotonic() - STARTED, 3)
         self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
         for send in self.trackers if "step" in values else ():
             try:
