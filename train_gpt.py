@@ -67,7 +67,7 @@ class Config:
     data_path: str = free("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
     tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "", "or byte260, gpt2")
     loader: str = var("sequential", "sequential|shuffled", "shuffled: rows in an order from SEED")
-    overfit: bool = var(False, "0|1", "every step trains on the batch of the first")
+    overfit: bool = var(False, "0|1", "every step trains on the first rows again")
     # Device
     device: str = free("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
     dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
@@ -89,7 +89,7 @@ class Config:
     trackers: str = free("", "names", "wandb, tensorboard or both: where the log's numbers go too")
     # Model
     vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
-    vocab_pad: int = var(1, "rows", "of the tables are a multiple of this; never tokens", low=1)
+    vocab_pad: int = var(1, "rows", "tables have a multiple of this; the softmax sees them", low=1)
     num_layers: int = var(9, "blocks", "the first half feeds skip connections to the second", low=1)
     model_dim: int = var(512, "", "width of the residual stream", low=1)
     num_heads: int = var(8, "heads", "query heads; they share MODEL_DIM", low=1)
@@ -100,7 +100,7 @@ class Config:
     logit_softcap: float = var(30.0, "", "tanh keeps logits below this", low=1e-3)
     qk_gain_init: float = var(1.5, "", "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "", "deviation of the tied table's initial values")
-    init: str = var("baseline", "baseline|gpt2", "initial weights; gpt2: all matrices normal, 0.02")
+    init: str = var("baseline", "baseline|gpt2", "gpt2: normal, 0.02, less in projections")
     # Optimizers
     optimizer: str = var("muon", "muon|adamw", "muon: with Adam for all but matrices of blocks")
     adam_lr: float = var(3e-4, "", "OPTIMIZER=adamw, everything; the next five are for muon")
@@ -116,10 +116,10 @@ class Config:
     beta1: float = var(0.9, "", "Adam's decay of the first moment")
     beta2: float = var(0.95, "", "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "", "Adam's epsilon")
-    fused: bool = free(True, "0|1", "Adam in one kernel, where the device has it")
+    fused: bool = free(True, "0|1", "Adam in one kernel; not on MPS")
     weight_decay: float = var(0.0, "", "of matrices and embeddings a step, times their rate")
-    lr_schedule: str = var("warmdown", "warmdown|cosine", "cosine: from warm-up to the end")
-    lr_warmup_steps: int = var(0, "steps", "first steps, of linearly rising learning rate")
+    lr_schedule: str = var("warmdown", "warmdown|cosine", "cosine ignores WARMDOWN_ITERS")
+    lr_warmup_steps: int = var(0, "steps", "first steps, of a rising learning rate")
     min_lr: float = var(0.0, "times peak", "learning rate at which the schedule ends")
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
     # Checkpoints and faults
@@ -301,29 +301,29 @@ class RunLog:
     def write(self, file, text: str) -> None:
         """Adds a line to a file, or tells why not, if it can: a full disk stops no run."""
         try:
-            print(text, file=file, flush=True)
+            print(text + "\n", end="", file=file, flush=True)  # at once: a thread writes, too
         except OSError as error:
             with suppress(OSError):
                 print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
 
     def event(self, event: str, **values) -> None:
-        """One JSON object, its numbers unrounded, for the .jsonl file, and numbers for trackers."""
+        """One JSON object, its numbers unrounded, for the .jsonl file; scores for trackers, too."""
         if not self.is_main:
             return
         elapsed = round(time.monotonic() - STARTED, 3)
         self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
-        for send in self.trackers if "step" in values else ():
+        for send in self.trackers if event in ("train", "val", "final") else ():
             try:
                 send({f"{event}/{name}": value for name, value in values.items()
-                      if isinstance(value, (int, float))}, values["step"])
+                      if value is not None}, values["step"])
             except Exception as error:  # the network, a full disk: no reason to stop a run
                 self.line(f"warning: a tracker lacks step {values['step']}: {error}")
 
     def progress(self, text: str) -> None:
         """A line that the next one replaces; only where the console is a terminal."""
         if self.is_main and self.on_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print("\x1b[2K" + text[:width], end="\r", flush=True)
+            columns = shutil.get_terminal_size().columns
+            print("\x1b[2K" + text[:columns - 1], end="\r", flush=True)
 
 def start_trackers(config: Config, log: RunLog):
     """Yields a function of numbers by name and step for each of TRACKERS that can be used here."""
@@ -334,7 +334,7 @@ def start_trackers(config: Config, log: RunLog):
                 yield wandb.init(project="train_gpt", name=config.run_id, config=asdict(config)).log
             else:
                 from torch.utils.tensorboard import SummaryWriter
-                writer = SummaryWriter(f"logs/{config.run_id}")
+                writer = SummaryWriter(f"logs/{config.run_id}.{new_run_id()}")
                 yield lambda numbers, step, writer=writer: (
                     [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.flush())
         except Exception as error:  # not installed, no account, no network
@@ -374,9 +374,9 @@ def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> 
     lr, memory = run.optimizers[-1].param_groups[0]["lr"], peak_memory_mib(device)[0]
     rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), math.nan)
-    mfu = rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size)
-    mfu = None if math.isnan(mfu) or config.dtype == "float32" else mfu
+    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    mfu = None if peak is None or config.dtype == "float32" else (
+        rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
     average, epoch = time_ms / step, run.loader.epochs()
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=average,
                   lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=eta,
@@ -532,14 +532,12 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             kind, (lengths, first, boundary) = "sentencepiece", sentencepiece_bytes(path)
         elif path.endswith(".json"):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            kind = str(data["kind"])
-            lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
+            kind, lengths = data["kind"], [len(t.encode("latin-1")) for t in data["tokens"]]
         else:
             import tiktoken
             known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
             require(path in known[3:], f"it is none of {', '.join(known)}")
-            encoding = tiktoken.get_encoding(path)
-            kind = "tiktoken"
+            kind, encoding = "tiktoken", tiktoken.get_encoding(path)
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
@@ -679,8 +677,10 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
-    Weights are float32 but for the embedding, which is bfloat16 in a bfloat16 run; activations are
-    in the compute type. Tensor names are a contract: checkpoints are exchanged under them."""
+    Weights are float32 but for the embedding, which is bfloat16 in the baseline's bfloat16 runs:
+    small updates and decay would round to nothing there, so that it is float32 with AdamW or weight
+    decay. Activations are in the compute type. Tensor names are a contract: checkpoints are
+    exchanged under them."""
 
     def __init__(self, config: Config, repeat_kv: bool = False):
         super().__init__()
@@ -696,20 +696,19 @@ class GPT(nn.Module):
         half = config.model_dim // config.num_heads // 2
         frequencies = config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        if tied:
-            nn.init.normal_(self.tok_emb.weight, std=config.tied_embed_init_std)
-        projections = [half.proj for block in self.blocks for half in (block.attn, block.mlp)]
-        for layer in projections + ([] if tied else [self.lm_head]):
-            nn.init.zeros_(layer.weight)
-        if config.init == "gpt2":  # Radford et al. 2019: residual projections shrink with depth
-            for name, p in self.named_parameters():
-                if name.endswith(".weight"):
-                    depth = 2 * config.num_layers if ".proj." in name else 1
-                    nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+        for name, p in self.named_parameters():
+            if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019: residual
+                depth = 2 * config.num_layers if ".proj." in name else 1  # projections are smaller
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name == "lm_head.weight" or ".proj." in name:
+                nn.init.zeros_(p)
+            elif tied and name == "tok_emb.weight":
+                nn.init.normal_(p, std=config.tied_embed_init_std)
         if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
             for tensor in (*self.parameters(), self.frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
-            self.tok_emb.bfloat16()
+            if config.optimizer == "muon" and not config.weight_decay:
+                self.tok_emb.bfloat16()
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the last block makes of tokens (B, T) int64: (B, T, D) in the compute type."""
@@ -839,9 +838,8 @@ def build_optimizers(run: "Run") -> None:
     for name, p in run.model.named_parameters():
         control = matches(name, config.control_tensor_name_patterns)
         matrix = p.ndim == 2 and name.startswith("blocks.") and not control
-        kind = "matrix" if matrix else "scalar"
-        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, kind)
-        groups[kind]["params"].append(p)
+        special = {"tok_emb.weight": "embed", "lm_head.weight": "head"}
+        groups[special.get(name, "matrix" if matrix else "scalar")]["params"].append(p)
     muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
@@ -854,19 +852,17 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
     training. With a cap on the wall clock the warmdown is planned in time, at the pace so far, and
     the cosine (arXiv:1608.03983) ends with the steps or the time, whichever comes first."""
-    if step < (warmup := config.lr_warmup_steps):
-        return (step + 1) / warmup
-    cap_ms, left = config.max_wallclock_seconds * 1000, 1.0
+    cap_ms, warmup, left = config.max_wallclock_seconds * 1000, config.lr_warmup_steps, 1.0
     if config.lr_schedule == "cosine":
         done = (step - warmup) / max(1, config.iterations - warmup)
-        done = min(1.0, max(done, elapsed_ms / cap_ms if cap_ms else 0))
+        done = min(1.0, max(0.0, done, elapsed_ms / cap_ms if cap_ms else 0.0))
         left = (1 + math.cos(math.pi * done)) / 2
     elif config.warmdown_iters > 0 and cap_ms:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         left = min(1.0, max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9))
     elif config.warmdown_iters > 0:
         left = min(1.0, max(0, config.iterations - step) / config.warmdown_iters)
-    return config.min_lr + (1 - config.min_lr) * left
+    return min((step + 1) / max(1, warmup), config.min_lr + (1 - config.min_lr) * left)
 
 def muon_momentum(config: Config, step: int) -> float:
     """Muon's momentum in `step`: linear from its start to its final value, then constant."""
@@ -999,7 +995,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """Copies a state dict, an int8 artifact or the weights of a checkpoint into the model.
     ValueError: it is none, damaged, of another model, or larger than one of this can be."""
     wanted = model.state_dict()
-    limit = 4 * sum(t.nbytes for t in wanted.values()) + 4096 * len(wanted) + (1 << 20)
+    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
@@ -1118,10 +1114,10 @@ def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | No
 
 def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
     """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
-    now, then = asdict(config), state["config"]
-    fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
-    changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in fixed
-               if then.get(name) != now[name]]
+    now, then = asdict(config), state["config"]  # an older one lacks what had no variable then
+    fixed = {f.name: then.get(f.name, f.default) for f in fields(Config) if not f.metadata["free"]}
+    changed = [f"{name.upper()} was {value!r} and is {now[name]!r}"
+               for name, value in fixed.items() if value != now[name]]
     if loader and state["shards"] != loader.fingerprint():
         changed.append(f"DATA_PATH={config.data_path!r} has other training shards")
     require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
@@ -1293,12 +1289,12 @@ def train(run: Run) -> int:
     config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
     cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
     logged = agreed = (run.step, run.time_ms)
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
     origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
     amount, by_time = float(every.rstrip("s")), every.endswith("s")
     saved = time.monotonic() if by_time else run.step
     started, asked, faults = run.step, 0, 0
-    gc.collect()
-    gc.disable()  # a collection in the middle of a step would hold up all ranks
     while True:
         last = run.time_ms >= cap_ms or run.step >= config.iterations
         if last or (config.val_loss_every and run.step % config.val_loss_every == 0):

@@ -240,14 +240,13 @@ def draw(groups: dict[str, list[Run]]) -> bytes:
                           label=label if axes is panels[0][0] and part == curves[-1][0] else None)
                 if len(members) > 1:
                     axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0)
-                drawn.append(values)
+                drawn.append((at, values))
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.grid(alpha=0.3)
         if not drawn:
             axes.text(0.5, 0.5, "not in the logs", ha="center", va="center", transform=axes.transAxes, color="grey")
         elif ylabel.startswith(("loss", "val_bpb")):  # the first steps would flatten the rest
-            starts = [max(values.shape[1] > 2, values.shape[1] // 10) for values in drawn]
-            late = np.concatenate([values[:, start:].ravel() for start, values in zip(starts, drawn)])
+            late = np.concatenate([values[:, (at > 0.04 * at.max()) | (len(at) < 3)].ravel() for at, values in drawn])
             low, high = late.min(), np.quantile(late, 0.98)
             if high > low:
                 axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))

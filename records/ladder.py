@@ -26,30 +26,34 @@ from submit import hardware  # noqa: E402
 from verify import ROOT  # noqa: E402
 
 SHAPES = {
-    "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
-    "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=1024"}
+    "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
+            "TRAIN_BATCH_TOKENS=8192",
+    "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 "
+             "TRAIN_BATCH_TOKENS=1024"}
 COMMON = ("VOCAB_SIZE=50257 TOKENIZER_PATH=gpt2 ITERATIONS=50 MAX_WALLCLOCK_SECONDS=0 WARMUP_STEPS=0 WARMDOWN_ITERS=0 "
           "VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1 GRAD_ACCUM_STEPS=1 OPTIMIZER=adamw ADAM_LR=3e-4 BETA2=0.999 FUSED=0 "
           "TIE_EMBEDDINGS=0 DTYPE=float32 MATMUL_PRECISION=highest COMPILE=0 ATTN=math")
-# What a rung is called; what it sets from there on; ms a step and thousand tokens/s of the three published ladders that
-# it follows (first on Apple's MPS with tiny batches, second an A100 with 8 x 1,024 tokens, third an RTX 3080).
+# What a rung is called; what it sets from there on; and what the three published ladders that it follows have: the first
+# on Apple's MPS with tiny batches, the second on an A100 with 8 x 1,024 tokens, the third on an RTX 3080 (ms, tokens/s).
 RUNGS = [
     ("overfit one batch", "OVERFIT=1", ("loss 10.90 to 0.06", "", "")),
     ("stream", "OVERFIT=0", ("loss 10.96 to 6.97", "", "")),
-    ("tied weights", "TIE_EMBEDDINGS=1", ("loss 11.08 to 6.83", "", "tied nothing (a typo)")),
+    ("tied weights", "TIE_EMBEDDINGS=1", ("loss 11.08 to 6.83", "", "tied nothing")),
     ("GPT-2's initial values", "INIT=gpt2", ("loss 10.82 to 6.82", "", "loss got worse")),
-    ("float32", "", ("100.7 ms", "577.6 ms, 14.2k", "177.6 ms, 11.5k")),
+    ("float32", "", ("100.7 ms, 10.2k", "577.6 ms, 14.2k", "177.6 ms, 11.5k")),
     ("TF32", "MATMUL_PRECISION=high", ("99.6 ms", "237.2 ms, 34.5k", "not waited for")),
-    ("bfloat16", "DTYPE=bfloat16", ("45.9k (CUDA)", "203.7 ms, 40.2k", "not waited for")),
+    ("bfloat16", "DTYPE=bfloat16", ("357.3 ms, 45.9k (CUDA)", "203.7 ms, 40.2k", "not waited for")),
     ("torch.compile", "COMPILE=1", ("", "78.3 ms, 104.6k", "not waited for")),
     ("flash attention (SDPA)", "ATTN=flash", ("", "56.2 ms, 145.8k", "not waited for")),
     ("padded vocabulary", "VOCAB_PAD=64", ("", "54.6 ms, 150.1k", "not waited for")),
     ("betas and clipping", "BETA2=0.95 GRAD_CLIP_NORM=1", ("", "55.6 ms, 147.3k", "not waited for")),
-    ("cosine schedule", "LR_SCHEDULE=cosine ADAM_LR=6e-4 LR_WARMUP_STEPS=10 MIN_LR=0.1", ("", "55.6 ms, 147.4k", "not waited for")),
+    ("cosine schedule", "LR_SCHEDULE=cosine ADAM_LR=6e-4 LR_WARMUP_STEPS=10 MIN_LR=0.1",
+     ("", "55.6 ms, 147.4k", "not waited for")),
     ("weight decay, fused AdamW", "WEIGHT_DECAY=0.1 FUSED=1", ("", "50.7 ms, 161.7k", "")),
     ("gradient accumulation, 4 times", "ACCUMULATE=4", ("", "", "")),
     ("two ranks (DDP)", "RANKS=2", ("", "", "211.6k on 2 RTX 4090"))]
 SKIPPED = 10  # steps before those that are timed
+PARAMETERS = 123_573_648  # of train_gpt.py at GPT-2's size
 
 
 def rung_settings(shape: str, extra: list[str]) -> list[tuple[str, dict[str, str], int]]:
@@ -69,26 +73,49 @@ def rung_settings(shape: str, extra: list[str]) -> list[tuple[str, dict[str, str
 
 
 def climb(folder: Path, shape: str, extra: list[str]) -> None:
-    """Runs all rungs, one after another, in a folder of their own, and keeps their .jsonl logs."""
-    folder.mkdir(parents=True)
-    about = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": []}
-    for number, (name, settings, ranks) in enumerate(rung_settings(shape, extra), 1):
-        launcher = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-                                       if ranks > 1 else [])
-        environment = {**os.environ, **({"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks))} if ranks > 1 else {})}
-        with tempfile.TemporaryDirectory() as place:
-            for top in ("data",):  # so that logs have the same relative paths everywhere
-                Path(place, top).symlink_to(ROOT / top)
+    """Runs all rungs, one after another, in a folder of their own, and keeps their .jsonl logs. ValueError: one failed;
+    then nothing is left."""
+    about, rungs = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": []}, rung_settings(shape, extra)
+    if int(rungs[0][1]["ITERATIONS"]) < SKIPPED + 3:
+        raise ValueError(f"ITERATIONS has to be {SKIPPED + 3} or more: the first {SKIPPED} steps are not timed")
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, "data").symlink_to(ROOT / "data")  # so that logs have the same relative paths everywhere
+        (logs := Path(place, "ladder")).mkdir()
+        for number, (name, settings, ranks) in enumerate(rungs, 1):
+            if about["hardware"].startswith("1x ") and ranks > 1:
+                print("left out, for there is one GPU:", name)
+                break
+            launcher, environment = [sys.executable], dict(os.environ)
+            if ranks > 1:
+                launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+                environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // ranks))
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
             result = subprocess.run([*launcher, str(ROOT / "train_gpt.py"), *arguments], cwd=place, env=environment,
                                     capture_output=True, text=True, check=False)
             if result.returncode:
                 raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
-            shutil.copy(Path(place, "logs", "rung.jsonl"), folder / f"rung{number:02d}.jsonl")
-        about["rungs"].append(name)
-        (folder / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        print(number, name, flush=True)
-    (folder / "README.md").write_text(report(folder), encoding="utf-8")
+            shutil.copy(Path(place, "logs", "rung.jsonl"), logs / f"rung{number:02d}.jsonl")
+            about["rungs"].append(name)
+            print(number, name, flush=True)
+        (logs / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (logs / "README.md").write_text(report(logs), encoding="utf-8")
+        shutil.copytree(logs, folder)
+
+
+def check_rungs(folder: Path) -> list[str]:
+    """What is wrong with the logs of a ladder: a rung has to have run with what all rungs up to it set, by one script."""
+    about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    found, codes = [], set()
+    for number, (name, settings, ranks) in enumerate(rung_settings(about["shape"], about["extra"])[:len(about["rungs"])], 1):
+        events = [json.loads(line) for line in (folder / f"rung{number:02d}.jsonl").read_text(encoding="utf-8").splitlines()]
+        then = {key: value for key, (value, _) in events[0]["overrides"].items() if key not in ("RUN_ID", "OUT_DIR")}
+        if then != settings or events[0]["world_size"] != ranks or about["rungs"][number - 1:number] != [name]:
+            found.append(f"rung{number:02d}.jsonl has not run with what the rung {name!r} sets")
+        clock = [event["train_time_ms"] for event in events if event["event"] == "train"]
+        if clock != sorted(clock) or len(clock) != int(settings["ITERATIONS"]):
+            found.append(f"rung{number:02d}.jsonl: steps are missing, or the clock goes backwards")
+        codes.add(next(event["code_sha256"] for event in events if event["event"] == "export"))
+    return found + ["the rungs have not run the same train_gpt.py"] * (len(codes) > 1)
 
 
 def measure(path: Path) -> dict:
@@ -120,45 +147,46 @@ def idle(name: str, now: dict, before: dict | None) -> str:
 def report(folder: Path) -> str:
     """README.md of a ladder, from ladder.json and the logs alone."""
     about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
-    rows, before = [], None
     measured = [measure(folder / f"rung{number:02d}.jsonl") for number in range(1, len(about["rungs"]) + 1)]
-    published = {name: figures for name, _, figures in RUNGS}
-    changes = {name: change for name, change, _ in RUNGS}
-    for name, now in zip(about["rungs"], measured):
-        mfu = "n/a" if now["mfu"] is None else f"{now['mfu']:.1%}"
-        config = now["config"]
-        rows.append(f"| {name} | `{changes[name] or 'nothing'}` | {now['ms']:.1f} ({now['iqr']:.1f}) | {now['rate']:,.0f} | {mfu} | "
-                    f"{now['mem']:,} | {now['first']:.2f} to {now['last']:.2f} | {idle(name, now, before)} | "
-                    + " | ".join(published[name]) + " |")
+    rows, before = [], None
+    for (name, sets, published), now in zip(RUNGS, measured):
+        cells = [name, f"`{sets}`" if sets else "", f"{now['ms']:.1f} ({now['iqr']:.1f})", f"{now['rate']:,.0f}",
+                 "n/a" if now["mfu"] is None else f"{now['mfu']:.1%}", f"{now['mem']:,}",
+                 f"{now['first']:.2f} to {now['last']:.2f}", idle(name, now, before), *published]
+        rows.append("| " + " | ".join(cells) + " |")
         before = now
-    first, last = measured[about["rungs"].index("float32")], measured[about["rungs"].index("weight decay, fused AdamW")]
+    named = dict(zip(about["rungs"], measured))
+    first, last = named["float32"], named["weight decay, fused AdamW"]
     config = first["config"]
     return f"""# The speed-up ladder on {about['hardware']}
 
-{config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, vocabulary {config['VOCAB_SIZE']:,}, rows of \
-{config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step{f", shape `{about['shape']}`"}; device {config['DEVICE']}, \
-{first['threads']} threads, PyTorch {first['torch']}, train_gpt.py {first['code'][:12]}. Data: {Path(config['DATA_PATH']).name}. {config['ITERATIONS']} steps a rung; \
-median and interquartile range are of the steps after the first {SKIPPED}, each of which was waited for.
+Shape `{about['shape']}`: {config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, \
+vocabulary {config['VOCAB_SIZE']:,}, rows of {config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step.
+Device {config['DEVICE']}, {first['threads']} threads, PyTorch {first['torch']}, train_gpt.py {first['code'][:12]}, \
+data {Path(config['DATA_PATH']).name}. {config['ITERATIONS']} steps a rung; median and
+interquartile range are of the steps after the first {SKIPPED}, each of which was waited for. Memory is the process's on a CPU.
 
 From float32 to the fused optimizer: {first['ms'] / last['ms']:.2f} times as fast.
 
-| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss, first to mean of last 10 | here | MPS | A100 | RTX 3080 |
+| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss: first, mean of last 10 | here | MPS | \
+A100 | RTX 3080 |
 |---|---|---|---|---|---|---|---|---|---|---|
 """ + "\n".join(rows) + f"""
 
-The last three columns are the published ladders that this one follows, 124M parameters on Tiny Shakespeare; they are not
-comparable with this device, and have mistakes of their own:
+The last three columns are the published ladders that this one follows: 124M parameters, Tiny Shakespeare, ms a step and tokens
+a second where they have them. They cannot be compared with this device, and they have mistakes of their own:
 
-- The RTX 3080's times after its float32 rung were taken without waiting for the GPU: 147k tokens/s in float32 would be four
+- The RTX 3080's times after its float32 rung were taken without waiting for the GPU: its 147k tokens/s in float32 would be four
   times that card's peak. Only its first rung and the run on two RTX 4090 can be used. Its tied weights were a misspelt
   attribute, which ties nothing.
-- The A100's ladder trains on one batch only, so that its losses rank nothing; its 5.09 at the end is memorised. Its first
-  compiled step (90 ms) leaves out the compiling.
-- TF32 does nothing on MPS, and saves no memory anywhere. The batch size changes within the MPS and RTX 3080 ladders.
+- The A100's ladder trains on one batch only, so that its losses rank nothing. Its first compiled step (90 ms) leaves out the
+  compiling.
+- TF32 does nothing on MPS. The batch size changes within the MPS and the RTX 3080 ladder.
 
-Losses are a check that a rung learns, not what it is worth: {config['ITERATIONS']} steps rank nothing. Here the model is this project's
-GPT, not GPT-2: no biases, RMS norm, rotary positions, squared ReLU. At 12 layers of width 768 with 12 heads it has 123,587,712
-parameters with a tied vocabulary of 50,257, GPT-2 124,439,808.
+Losses are a check that a rung learns, not what it is worth: {config['ITERATIONS']} steps rank nothing. \
+The model is this project's GPT,
+not GPT-2: no biases, RMS norm, rotary positions, squared ReLU. At 12 layers of width 768 with 12 heads it has {PARAMETERS:,}
+parameters with a tied vocabulary of 50,257; GPT-2 has 124,439,808.
 """
 
 
@@ -176,6 +204,9 @@ def main() -> None:
         folder = ROOT / "records" / "track_speedup_ladder" / f"{time.strftime('%Y-%m-%d')}_{options.name or options.shape}"
         if folder.exists():
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
+        for setting in options.settings:
+            if "=" not in setting or "=/" in setting:
+                raise ValueError(f"{setting!r} is no setting with a path from the repository on, as DATA_PATH=data/x is")
         climb(folder, options.shape, options.settings)
         print(folder.relative_to(ROOT))
     except (ValueError, OSError) as error:

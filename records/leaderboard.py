@@ -30,7 +30,8 @@ def tables(records: Path) -> str:
             best = sorted((s for s in said if s["division"] == division), key=lambda s: s["val_bpb"])
             for place, s in enumerate(best, 1):
                 test, name = s["significance"], f"{s['date']}_{s['name']}"
-                against = (f"{test['difference']:+.4f} {test['unit']}", f"{test['p']:.1g}") if test else ("", "")
+                bold = "**" if test and test["p"] < track.get("p", 0.01) else ""
+                against = (f"{test['difference']:+.4f} {test['unit']}", f"{bold}{test['p']:.1g}{bold}") if test else ("", "")
                 parts.append(f"| {place} | {s['val_bpb']:.4f} ± {s['val_bpb_std']:.4f} | {len(s['seeds'])} | "
                              f"{s['bytes_total']:,} | {against[0]} | {against[1]} | {s['author']} | "
                              f"[{name}]({folder.name}/{name}) |")

@@ -10,29 +10,48 @@ again; an unfinished one starts anew, or, where CHECKPOINT_EVERY is set, from it
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from submit import add_arguments, report, submit  # noqa: E402
-from verify import ROOT, load_track  # noqa: E402
+from submit import add_arguments, preflight, report, submit  # noqa: E402
+from verify import ROOT, load_track, read_events  # noqa: E402
 
 
-def is_finished(run_id: str, settings: dict[str, str]) -> bool:
-    """Whether logs/RUN_ID.jsonl is of a finished run of this script with these settings and no others."""
-    path = ROOT / "logs" / f"{run_id}.jsonl"
-    if not path.is_file():
-        return False
-    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not events or events[-1]["event"] != "final":
-        return False
-    code = next(event["code_sha256"] for event in events if event["event"] == "export")
-    set_then = {name: text for name, (text, _) in events[0]["overrides"].items()}
-    return set_then == settings and code == sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()
+def state_of(run_id: str, settings: dict[str, str], ranks: int) -> str:
+    """What logs/RUN_ID.jsonl is of: a "finished" or a "begun" run of this script with these settings and no others, where
+    RESUME does not count, on as many ranks; "other" if it is of none."""
+    log, text = (ROOT / "logs" / f"{run_id}{suffix}" for suffix in (".jsonl", ".txt"))
+    try:
+        events = read_events(log)
+        then = {name: value for name, (value, _) in events[0]["overrides"].items()}
+        wanted = {**{name: os.environ[name] for name in events[0]["config"] if name in os.environ}, **settings}
+        source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+        same = text.read_text(encoding="utf-8").startswith(source + "\n=") and events[0]["world_size"] == ranks
+    except (OSError, ValueError, LookupError):  # none, or one that a power failure has cut
+        return "other"
+    then.pop("RESUME", None)
+    wanted.pop("RESUME", None)
+    if not same or then != wanted:
+        return "other"
+    return "finished" if any(event["event"] == "final" for event in events) else "begun"
+
+
+def run_seed(arguments: list[str], environment: dict[str, str]) -> int:
+    """Runs the trainer to its end, passing on SIGTERM; on Ctrl-C, which it gets itself, waits for its checkpoint."""
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def main() -> None:
@@ -44,35 +63,46 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.track and options.name):
         parser.error("--track and --name are needed")
-    settings = {}
+    settings, seeds = {}, options.seeds.split(",")
     try:
-        load_track(ROOT / "records" / options.track / options.name)
         if options.base:
             path = ROOT / "records" / options.base / "submission.json"
             settings |= {name: str(int(value) if isinstance(value, bool) else value)
                          for name, value in json.loads(path.read_text(encoding="utf-8"))["settings"].items()}
+        for setting in options.settings:
+            if "=" not in setting:
+                raise ValueError(f"{setting!r} is no setting, as NUM_LAYERS=3 is")
         settings |= dict(setting.split("=", 1) for setting in options.settings)
-    except (ValueError, OSError) as error:
+        folder = preflight(options, settings, len(seeds), options.ranks)
+        threads = load_track(folder).get("max_threads")
+    except (ValueError, OSError, KeyError) as error:
         sys.exit(f"run.py: {error}")
-    if "CHECKPOINT_EVERY" in settings:
-        settings.setdefault("RESUME", "auto")
+    environment = dict(os.environ)
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads // options.ranks)
     launcher = [sys.executable]
     if options.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     run_ids = []
-    for seed in options.seeds.split(","):
+    for seed in seeds:
         run_ids.append(f"{options.name}_seed{seed}")
         given = {**settings, "SEED": seed, "RUN_ID": run_ids[-1], "OUT_DIR": f"logs/{run_ids[-1]}"}
-        if is_finished(run_ids[-1], given):
+        state = state_of(run_ids[-1], given, options.ranks)
+        if state == "finished":
             print(f"{run_ids[-1]} has finished already", flush=True)
             continue
-        result = subprocess.run([*launcher, "train_gpt.py", *(f"{name}={value}" for name, value in given.items())],
-                                cwd=ROOT, check=False)
-        if result.returncode:
-            sys.exit(f"run.py: {run_ids[-1]} ended with {result.returncode}; the same command goes on from there")
+        if state == "begun" and "CHECKPOINT_EVERY" in settings:
+            given.setdefault("RESUME", "auto")
+        code = run_seed([*launcher, "train_gpt.py", *(f"{name}={value}" for name, value in given.items())], environment)
+        if code:
+            more = "; the same command goes on from there" if code > 128 or code < 0 else ""  # a signal has ended it
+            sys.exit(f"run.py: {run_ids[-1]} ended with {code}{more}")
+    said = [f"--{key}={value}" for key in ("track", "division", "name", "base", "seeds") if (value := getattr(options, key))]
+    said += [f"--ranks={options.ranks}"] * (options.ranks > 1) + options.settings
     try:
-        report(submit(options, run_ids, f"python records/run.py {shlex.join(sys.argv[1:])}"))
-    except (ValueError, OSError) as error:
+        submit(options, folder, run_ids, f"python records/run.py {shlex.join(said)}")
+        report(folder)
+    except (ValueError, OSError, KeyError) as error:
         sys.exit(f"run.py: {error}")
 
 

@@ -1,11 +1,12 @@
 """Check record folders: every number is computed again from the logs, and every rule of the track is applied.
 
     python records/verify.py                            all folders
-    python records/verify.py records/track_open/2026-01-31_Name --rerun     scores the artifacts again, too
+    python records/verify.py records/track_open/2026-01-31_Name --rerun     scores the artifacts again, too; those that are
+                                                        not in the folder lie in --artifacts DIR, under the same names
     python records/verify.py --counts data/datasets/NAME --tokenizer FILE --lengths 512,1024    a row for track.json
 
-It prints a line a finding and ends with 1 where there is one. Without --rerun it believes what the logs agree on;
---rerun runs the folder's train_gpt.py, which is code of whoever wrote it, on the data set of the track's division.
+It prints a line a finding and ends with 1 where there is one. Without --rerun it believes logs that agree with one another
+throughout; --rerun runs the folder's train_gpt.py, which is code of whoever wrote it, on the division's data set.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -25,11 +28,22 @@ ROOT = Path(__file__).resolve().parent.parent
 RULE = "=" * 100
 FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 STEP = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+) (?:val_bpb:(\S+) )?train_time:(\d+)ms")
-FINAL = re.compile(r"final_int8_zlib_roundtrip_exact val_loss:(\S+) val_bpb:(\S+)")
-SIZES = {"artifact_bytes": re.compile(r"Serialized model int8\+zlib: (\d+) bytes"),
-         "code_bytes": re.compile(r"Code size: (\d+) bytes")}
+LINES = {  # numbers of the text log that the events have, too
+    "val_loss and val_bpb": (r"final_int8_zlib_roundtrip_exact val_loss:(\S+) val_bpb:(\S+)", lambda start, export, final: (
+        f"{final['val_loss']:.8f}", f"{final['val_bpb']:.8f}")),
+    "eval_time_ms": (r"final_int8_zlib_roundtrip .* eval_time:(-?\d+)ms", lambda start, export, final: (
+        f"{final['eval_time_ms']:.0f}",)),
+    "artifact_bytes": (r"Serialized model int8\+zlib: (\d+) bytes", lambda start, export, final: (
+        str(export["artifact_bytes"]),)),
+    "code_bytes": (r"Code size: (\d+) bytes", lambda start, export, final: (str(export["code_bytes"]),)),
+    "SEED": (r"seed:(-?\d+)$", lambda start, export, final: (str(start["config"]["SEED"]),)),
+    "world_size": (r"world_size:(\d+)", lambda start, export, final: (str(start["world_size"]),)),
+    "val_tokens": (r"val_loader:shards .* tokens:(\d+)", lambda start, export, final: (str(start["val_tokens"]),))}
 ABSOLUTE = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-SAME_RUN = {"SEED", "RUN_ID", "OUT_DIR"}  # what may differ between the seeds of a record
+PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # what a script may import besides Python's library
+# What may differ between the seeds of a record: names, and how often something is written.
+SAME_RUN = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "TRACKERS"}
+SAME_PLACE = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "val_raw_bytes", "parameters")
 CLAIMS = {  # the types of what submission.json says
     "name": str, "author": str, "github_id": str, "date": str, "track": str, "division": str, "blurb": str,
     "base": str, "hardware": str, "command": str, "seeds": list, "seed_results": dict, "settings": dict,
@@ -48,7 +62,7 @@ class Findings(list):
 
 
 def close(a: float, b: float, tolerance: float = 1e-9) -> bool:
-    return abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
 
 
 def load_track(folder: Path) -> dict:
@@ -59,87 +73,143 @@ def load_track(folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def read_events(path: Path) -> list[dict]:
+    """The events of a .jsonl log. A power failure can have cut its last line, which is then left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines[:-1]]
+    with suppress(ValueError):
+        events += [json.loads(line) for line in lines[-1:]]
+    return events
+
+
 def read_seed(folder: Path, path: Path, source: str, found: Findings) -> dict | None:
     """What one seed's logs, train_seedN.log and .jsonl, say when they are read together; None if unreadable."""
-    name, text = path.stem, path.read_text(encoding="utf-8")
-    parts = text.split("\n" + RULE + "\n", 2)
-    if not found.check(len(parts) == 3, f"{name}.log: source, machine and lines are not divided by two rules of ="):
-        return None
-    found.check(parts[0] == source, f"{name}.log: the source in it is not the folder's train_gpt.py")
-    versions, lines = parts[1], parts[2].splitlines()
-    events_path = path.with_suffix(".jsonl")
-    if not found.check(events_path.is_file(), f"{name}.jsonl is missing"):
-        return None
+    name = path.stem
     try:
-        events = [json.loads(line) for line in events_path.read_text(encoding="utf-8").splitlines()]
-        kinds = {event["event"]: event for event in events}  # the last one of each
-        return summary_of(name, events, kinds, versions, lines, found)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        found.append(f"{name}: a log lacks something or is damaged: {error!r}")
+        parts = path.read_text(encoding="utf-8").split("\n" + RULE + "\n", 2)
+        if not found.check(len(parts) == 3, f"{name}.log: source, machine and lines are not divided by two rules of ="):
+            return None
+        found.check(parts[0] == source, f"{name}.log: the source in it is not the folder's train_gpt.py")
+        events = read_events(path.with_suffix(".jsonl"))
+        return summary_of(folder, name, events, parts[1], parts[2].splitlines(), found)
+    except Exception as error:  # forged logs can be anything
+        found.append(f"{name}: a log is missing, unfinished or damaged: {type(error).__name__}: {error}")
         return None
 
 
-def summary_of(name: str, events: list, kinds: dict, versions: str, lines: list[str], found: Findings) -> dict:
+def check_clock(name: str, events: list[dict], found: Findings) -> None:
+    """Steps, training clock and wall clock go forward together, and the speed is what they give."""
+    config, kinds = events[0]["config"], {event["event"]: event for event in events}
+    trained = [event for event in events if event["event"] == "train"]
+    for before, after in zip(trained, trained[1:]):
+        steps, ms = after["step"] - before["step"], after["train_time_ms"] - before["train_time_ms"]
+        if not found.check(steps > 0 and ms > 0, f"{name}: step {after['step']}: steps or clock do not go forward"):
+            return
+        rate = 1000 * steps * config["TRAIN_BATCH_TOKENS"] / ms
+        found.check(close(rate, after["tok_per_sec"], 1e-6), f"{name}: step {after['step']}: tok_per_sec is not what steps, "
+                    "tokens and clock give")
+    for before, after in zip(events, events[1:]):  # nothing happens between two training events but training
+        if before["event"] == after["event"] == "train":
+            wall, ms = 1000 * (after["elapsed_s"] - before["elapsed_s"]), after["train_time_ms"] - before["train_time_ms"]
+            found.check(abs(wall - ms) <= 0.05 * wall + 250, f"{name}: step {after['step']}: {ms:.0f} ms of training, but "
+                        f"{wall:.0f} ms of the wall clock")
+    wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]  # those come from another thread
+    found.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
+    found.check(not trained or kinds["val"]["train_time_ms"] >= trained[-1]["train_time_ms"] - 1000,
+                f"{name}: the last validation is earlier than the last step")
+    scoring, room = kinds["final"]["eval_time_ms"] / 1000, kinds["final"]["elapsed_s"] - kinds["export"]["elapsed_s"]
+    found.check(0.5 * room - 10 <= scoring <= room + 0.5 and scoring >= 0, f"{name}: {scoring:.1f} s of evaluation, but "
+                f"{room:.1f} s of the wall clock between export and score")
+
+
+def check_resumed(folder: Path, name: str, events: list[dict], found: Findings) -> bool:
+    """Whether a run was resumed; the older parts have to be there, from the first step on, by the same script."""
+    resumed = [event for event in events if event["event"] == "resume"]
+    first = next((event["step"] for event in events if event["event"] == "train"), 1)
+    if not resumed and first == 1:
+        return False
+    covered, wanted = set(), events[0]["config"]
+    source = (folder / "train_gpt.py").read_text(encoding="utf-8")
+    for path in folder.glob(f"{name}.*.jsonl"):
+        part = read_events(path)
+        text = path.with_suffix(".log")
+        same = part and all(part[0]["config"].get(key) == value for key, value in wanted.items() if key not in SAME_RUN)
+        if same and text.is_file() and text.read_text(encoding="utf-8").startswith(source + "\n" + RULE):
+            starts = next((event["step"] for event in part if event["event"] == "resume"), 0)
+            covered |= set(range(starts, max(event.get("step", 0) for event in part) + 1))
+    missing = next((step for step in range(resumed[0]["step"] if resumed else first) if step not in covered), None)
+    found.check(missing is None, f"{name}: a resumed run, whose older logs (of this script and these settings) lack what came "
+                f"after step {missing}")
+    return True
+
+
+def summary_of(folder: Path, name: str, events: list, versions: str, lines: list[str], found: Findings) -> dict:
     """The numbers of a seed from its events; findings where they contradict one another or the text log."""
+    kinds = {event["event"]: event for event in events}  # the last one of each
     start, final, export = kinds["config"], kinds["final"], kinds["export"]
     settings = start["config"]
     # Every score is loss, tokens and bytes.
-    bits = start["val_tokens"] / math.log(2) / start["val_bytes"]
-    for event in (event for event in events if event["event"] in ("val", "final")):
-        found.check(close(event["val_bpb"], event["val_loss"] * bits, 1e-9),
-                    f"{name}: {event['event']} of step {event['step']}: val_bpb {event['val_bpb']} is not val_loss * tokens"
-                    f" / (ln 2 * bytes) = {event['val_loss'] * bits}")
-    # The text log has the same steps with the same numbers.
+    scored = [event for event in events if event["event"] in ("val", "final")]
+    for key, count in (("val_bpb", start["val_bytes"]), ("val_bpb_raw", start["val_raw_bytes"])):
+        for event in scored if count is not None else ():
+            bits = event["val_loss"] * start["val_tokens"] / math.log(2) / count
+            found.check(close(event[key], bits), f"{name}: {event['event']} of step {event['step']}: {key} {event[key]} is not "
+                        f"val_loss * tokens / (ln 2 * bytes) = {bits}")
+    found.check(start["val_raw_bytes"] is not None or all("val_bpb_raw" not in event for event in scored),
+                f"{name}: val_bpb_raw without bytes of an original text")
+    # The text log has the same numbers.
     logged = [(int(m[1]), m[2], m[3], m[4], m[5]) for m in map(STEP.match, lines) if m]
     wanted = [(e["step"], e["event"], f"{e[e['event'] + '_loss']:.4f}",
                f"{e['val_bpb']:.4f}" if e["event"] == "val" else None, f"{e['train_time_ms']:.0f}")
               for e in events if e["event"] in ("train", "val")]
     different = next((pair for pair in zip(logged, wanted) if pair[0] != pair[1]), None)
     found.check(logged == wanted, f"{name}: .log and .jsonl disagree" + (f": {different}" if different else " on the steps"))
-    exact = [m.groups() for m in map(FINAL.match, lines) if m]
-    found.check(exact == [(f"{final['val_loss']:.8f}", f"{final['val_bpb']:.8f}")],
-                f"{name}: the final score of the .log, {exact}, is not that of the .jsonl")
-    for key, pattern in SIZES.items():
-        sizes = [int(m[1]) for m in map(pattern.match, lines) if m]
-        found.check(sizes == [export[key]], f"{name}: {key} is {sizes} in the .log and {export[key]} in the .jsonl")
-    config_line = next((line for line in lines if line.startswith("config:{")), "config:{}")
-    same = json.loads(config_line.removeprefix("config:"))
-    same.pop("overrides", None)
-    found.check(same == settings, f"{name}: .log and .jsonl disagree on the settings")
-    # The clock and the speed.
-    trained = [e for e in events if e["event"] == "train"]
-    times = [(e["step"], e["train_time_ms"]) for e in trained]
-    found.check(times == sorted(times) and len(set(times)) == len(times), f"{name}: steps or clock do not go forward")
-    for before, after in zip(trained, trained[1:]):
-        rate = 1000 * (after["step"] - before["step"]) * settings["TRAIN_BATCH_TOKENS"] / max(
-            1e-6, after["train_time_ms"] - before["train_time_ms"])
-        found.check(close(rate, after["tok_per_sec"], 1e-6), f"{name}: step {after['step']}: tok_per_sec is not what "
-                    "steps, tokens and clock give")
-    clock = [e["elapsed_s"] for e in events]
-    found.check(clock == sorted(clock) and clock[-1] * 1000 >= final["eval_time_ms"] + kinds["val"]["train_time_ms"]
-                - (kinds["resume"]["train_time_ms"] if "resume" in kinds else 0),
-                f"{name}: the wall clock, {clock[-1]} s, is shorter than training and evaluation")
-    resumed = "resume" in kinds or any(line.startswith("resumed:") for line in lines) or min(
-        [step for step, _ in times], default=1) > 1
-    python = re.search(r"Running Python (\S+)", versions)
-    torch = re.search(r"Running PyTorch (\S+)", versions)
-    found.check(torch and torch[1] == start["torch"], f"{name}: .log and .jsonl disagree on PyTorch's version")
+    for what, (pattern, of_events) in LINES.items():
+        here, there = [m.groups() for m in (re.match(pattern, line) for line in lines) if m], of_events(start, export, final)
+        found.check(here == [there], f"{name}: {what} is {here} in the .log and {there} in the .jsonl")
+    same = json.loads(next(line for line in lines if line.startswith("config:{")).removeprefix("config:"))
+    found.check(same.pop("overrides") == start["overrides"] and same == settings,
+                f"{name}: .log and .jsonl disagree on the settings")
+    versions_found = re.search(r"Running Python (\S+)", versions), re.search(r"Running PyTorch (\S+)", versions)
+    found.check(all(versions_found) and versions_found[1][1] == start["torch"],
+                f"{name}: .log and .jsonl disagree on PyTorch's version")
     found.check(final["step"] == kinds["val"]["step"] == export["step"], f"{name}: the last validation, the export and "
                 "the final score are of different steps")
+    check_clock(name, events, found)
+    trained = [e for e in events if e["event"] == "train"]
+    ends = [event["train_time_ms"] / 1000 for event in trained[-2:]]
+    paces = trained[-1]["step"] - trained[-2]["step"] if len(ends) == 2 else 1
+    last_step = (ends[1] - ends[0]) / paces if len(ends) == 2 else sum(ends)
     return {"seed": settings["SEED"], "settings": settings, "losses": [e["train_loss"] for e in trained],
             "val_loss": final["val_loss"], "val_bpb": final["val_bpb"], "val_bpb_raw": final.get("val_bpb_raw"),
             "val_bpb_before_export": kinds["val"]["val_bpb"], "steps": final["step"],
-            "train_seconds": kinds["val"]["train_time_ms"] / 1000, "step_seconds": kinds["val"]["train_time_ms"] / 1000
-            / max(1, final["step"]), "eval_seconds": final["eval_time_ms"] / 1000, "wall_seconds": clock[-1],
+            "train_seconds": kinds["val"]["train_time_ms"] / 1000, "last_step_began": ends[-1] - 2 * last_step if ends else 0.0,  # an estimate
+            "eval_seconds": final["eval_time_ms"] / 1000, "wall_seconds": final["elapsed_s"],
             "artifact_bytes": export["artifact_bytes"], "artifact_sha256": export["artifact_sha256"],
             "code_bytes": export["code_bytes"], "code_sha256": export["code_sha256"],
-            "bytes_total": export["artifact_bytes"] + export["code_bytes"], "resumed": resumed,
+            "bytes_total": export["artifact_bytes"] + export["code_bytes"],
+            "resumed": check_resumed(folder, name, events, found), "machine": versions,
             "unique_tokens": kinds["data"]["unique_tokens"] if "data" in kinds else 0,
             "val_tokens": start["val_tokens"], "val_bytes": start["val_bytes"], "val_raw_bytes": start["val_raw_bytes"],
             "world_size": start["world_size"], "threads": start["threads"], "torch": start["torch"],
             "given": {key: settings[key] for key in sorted(start["overrides"]) if key not in SAME_RUN},
             "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1]),
-            "python": python[1] if python else ""}
+            "python": versions_found[0][1] if versions_found[0] else ""}
+
+
+@lru_cache  # many records have the same script
+def check_script(source: str) -> list[str]:
+    """What is wrong with a script that has to be one readable file: its length, its imports, or that it is no Python."""
+    lines = len(source.splitlines())
+    found = [f"train_gpt.py has {lines} lines, not less than 1,500"] * (lines >= 1500)
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [*found, f"train_gpt.py is no Python: {error}"]
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = {name.split(".")[0] or "." for name in names} - sys.stdlib_module_names - PACKAGES
+    return found + [f"train_gpt.py imports {', '.join(sorted(foreign))}: code that is not counted"] * bool(foreign)
 
 
 def read_folder(folder: Path, found: Findings) -> list[dict]:
@@ -148,27 +218,28 @@ def read_folder(folder: Path, found: Findings) -> list[dict]:
     if not found.check(script.is_file(), "train_gpt.py is missing"):
         return []
     source = script.read_text(encoding="utf-8")
-    lines = len(source.splitlines())
-    found.check(lines < 1500, f"train_gpt.py has {lines} lines, not less than 1,500")
-    try:
-        ast.parse(source)
-    except SyntaxError as error:
-        found.append(f"train_gpt.py is no Python: {error}")
-    logs = sorted(path for path in folder.glob("train_seed*.log") if re.fullmatch(r"train_seed\d+", path.stem))
+    found += check_script(source)
+    logs = sorted(path for path in folder.glob("train_seed*.log") if re.fullmatch(r"train_seed-?\d+", path.stem))
     found.check(logs, "there is no train_seedN.log")
-    seeds = [seed for path in logs if (seed := read_seed(folder, path, source, found))]
-    code = source.encode("utf-8")
-    for path, seed in zip(logs, seeds):
+    seeds, code = [], source.encode("utf-8")
+    for path in logs:
+        if not (seed := read_seed(folder, path, source, found)):
+            continue
+        seeds.append(seed)
         found.check(path.stem == f"train_seed{seed['seed']}", f"{path.name} is of SEED={seed['seed']}")
         found.check(seed["code_bytes"] == len(code), f"{path.stem}: code_bytes is {seed['code_bytes']}, but train_gpt.py "
                     f"has {len(code)}")
         found.check(seed["code_sha256"] == sha256(code).hexdigest(), f"{path.stem}: code_sha256 is not train_gpt.py's")
     numbers = [seed["seed"] for seed in seeds]
-    found.check(len(set(numbers)) == len(numbers), f"seeds are not different: {numbers}")
-    found.check(len({tuple(seed["losses"]) for seed in seeds}) == len(seeds), "two seeds have the same training losses")
+    found.check(len(set(map(str, numbers))) == len(numbers), f"seeds are not different: {numbers}")
+    losses = [str(seed["losses"]) for seed in seeds if seed["losses"]]
+    digests = {seed["artifact_sha256"] for seed in seeds}
+    found.check(len(set(losses)) == len(losses) and len(digests) == len(seeds), "two seeds have the same training losses, "
+                "or the same artifact")
     for seed in seeds[1:]:
         names = [name for name, value in seeds[0]["settings"].items()
                  if name not in SAME_RUN and seed["settings"].get(name) != value]
+        names += [name for name in SAME_PLACE if seed[name] != seeds[0][name]]
         found.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed {numbers[0]}")
     return seeds
 
@@ -187,8 +258,8 @@ def check_rules(track: dict, division: str, seeds: list[dict], found: Findings) 
                     f"{limit}")
         # The clock is read after a step, so that the last one may end behind the cap.
         limit = track.get("max_train_seconds", math.inf)
-        found.check(seed["train_seconds"] - 2 * seed["step_seconds"] <= limit and settings["MAX_WALLCLOCK_SECONDS"] <= limit,
-                    f"{name}: {seed['train_seconds']:.1f} s of training, MAX_WALLCLOCK_SECONDS="
+        found.check(seed["last_step_began"] <= limit and settings["MAX_WALLCLOCK_SECONDS"] <= limit,
+                    f"{name}: the last step began after {seed['last_step_began']:.1f} s of training, MAX_WALLCLOCK_SECONDS="
                     f"{settings['MAX_WALLCLOCK_SECONDS']:g}: more than {limit:g}")
         limit = track.get("max_eval_seconds", math.inf)
         found.check(seed["eval_seconds"] <= limit, f"{name}: {seed['eval_seconds']:.1f} s of evaluation are more than {limit:g}")
@@ -196,6 +267,9 @@ def check_rules(track: dict, division: str, seeds: list[dict], found: Findings) 
             limit = track.get(f"max_{key}", math.inf)
             amount = seed[key] * (seed["world_size"] if key == "threads" else 1)
             found.check(amount <= limit, f"{name}: {key} {amount} is more than {limit}")
+        found.check(track.get("machine", "") in seed["machine"], f"{name}: no {track.get('machine')} in what nvidia-smi says")
+        paths = [key for key, value in settings.items() if str(value).startswith(("/", "~"))]
+        found.check(not paths, f"{name}: {', '.join(paths)}: a path from the root of a machine; give it from the repository on")
         for key, allowed in track.get("settings", {}).items():
             found.check(settings.get(key) in allowed, f"{name}: {key}={settings.get(key)!r} is none of {allowed}")
         for table in data["scored"].values() if data else ():
@@ -277,7 +351,8 @@ def check_paths(folder: Path, found: Findings) -> None:
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jsonl", ".md", ".log"):
             text = path.read_text(encoding="utf-8").rsplit("\n" + RULE + "\n", 1)[-1]  # behind source and machine
-            hits = sorted({match[1] for line in text.splitlines() for match in ABSOLUTE.finditer(line)})
+            hits = sorted({match[1] for line in text.splitlines() if not line.startswith("warning:")
+                           for match in ABSOLUTE.finditer(line)})
             found.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
 
 
@@ -294,23 +369,32 @@ def check_artifacts(folder: Path, seeds: list[dict], found: Findings) -> None:
                         f"{path.name} is not the artifact of the log: {len(data)} bytes, sha256 {sha256(data).hexdigest()}")
 
 
-def check_data(data_path: Path, division: dict, found: Findings) -> None:
-    """The validation shards are those that the division pins, where it pins some."""
+def check_data(settings: dict, division: dict, found: Findings) -> None:
+    """Validation shards and tokenizer are those that the division pins, where it pins some."""
+    data_path, tokenizer = ROOT / settings["DATA_PATH"], ROOT / settings["TOKENIZER_PATH"]
     shards = [path for path in sorted(data_path.glob("*_val_*.bin")) if "_val_bytes_" not in path.name]
     digests = [sha256(path.read_bytes()).hexdigest() for path in shards]
-    pinned = [table["val_shards_sha256"] for table in division.get("scored", {}).values() if "val_shards_sha256" in table]
-    found.check(not pinned or digests in pinned, f"{data_path} has other validation shards than the division: {digests}")
+    pinned = [table for table in division.get("scored", {}).values() if "val_shards_sha256" in table]
+    table = next((table for table in pinned if table["val_shards_sha256"] == digests), {})
+    found.check(table or not pinned, f"{settings['DATA_PATH']} has other validation shards than the division: {digests}")
+    if tokenizer.is_file() and "tokenizer_sha256" in table:
+        found.check(sha256(tokenizer.read_bytes()).hexdigest() == table["tokenizer_sha256"],
+                    f"{settings['TOKENIZER_PATH']} is another tokenizer than the division's")
 
 
-def rerun(folder: Path, seed: dict, division: dict, found: Findings) -> str:
+def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, found: Findings) -> str:
     """Scores an artifact in a fresh process, by the folder's train_gpt.py with the log's settings; returns a line."""
-    check_data(ROOT / seed["settings"]["DATA_PATH"], division, found)
-    artifact = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-    if not artifact.is_file():
-        return f"seed {seed['seed']}: no artifact in the folder, not scored again"
+    check_data(seed["settings"], division, found)
+    artifact = artifacts / f"artifact_seed{seed['seed']}.int8.ptz"
+    if not found.check(artifact.is_file(), f"{artifact.name} is not in {artifacts.name}: not scored; --artifacts DIR has it?"):
+        return f"seed {seed['seed']}: not scored"
+    found.check(sha256(artifact.read_bytes()).hexdigest() == seed["artifact_sha256"],
+                f"{artifact.name} is not the log's artifact")
     with tempfile.TemporaryDirectory() as place:
-        given = {**seed["settings"], "ITERATIONS": 1, "INIT_FROM": artifact.resolve(), "OUT_DIR": "out", "RUN_ID": "rerun",
-                 "WARMUP_STEPS": 0, "RESUME": "", "CHECKPOINT_EVERY": "0", "VAL_LOSS_EVERY": 1, "TRACKERS": ""}
+        # One step of training, so that the model is compiled as it was.
+        changes = {"ITERATIONS": 1, "INIT_FROM": artifact.resolve(), "OUT_DIR": "out", "RUN_ID": "rerun", "WARMUP_STEPS": 0,
+                   "RESUME": "", "CHECKPOINT_EVERY": "0", "CHECKPOINT_DIR": "", "VAL_LOSS_EVERY": 1, "TRACKERS": ""}
+        given = {name: changes.get(name, value) for name, value in seed["settings"].items()}
         for name in ("DATA_PATH", "TOKENIZER_PATH"):
             if Path(ROOT, given[name]).exists():
                 given[name] = ROOT / given[name]
@@ -329,7 +413,24 @@ def rerun(folder: Path, seed: dict, division: dict, found: Findings) -> str:
     return f"seed {seed['seed']}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, {difference:+.1e}"
 
 
-def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
+def check_base(folder: Path, said: dict, found: Findings) -> list[dict]:
+    """The seeds of the record that this one is compared with: one of the same track and division, itself without findings."""
+    place = folder.parent.parent / said["base"]
+    if not said["base"]:
+        return []
+    if not found.check(re.fullmatch(rf"{re.escape(folder.parent.name)}/{FOLDER.pattern}", said["base"])
+                       and (place / "submission.json").is_file() and place != folder,
+                       f"base {said['base']!r} is no other record of this track, as {folder.parent.name}/2026-01-31_Name is"):
+        return []
+    theirs = json.loads((place / "submission.json").read_text(encoding="utf-8"))
+    found.check(theirs["division"] == said["division"], f"base {said['base']} is of the division {theirs['division']!r}")
+    broken = Findings()
+    seeds = read_folder(place, broken)
+    found.check(not broken and seeds, f"base {said['base']} is refused itself: {'; '.join(broken)[:300]}")
+    return seeds
+
+
+def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
     """Findings and lines to print about one record folder."""
     found, notes, track = Findings(), [], load_track(folder)
     found.check(FOLDER.fullmatch(folder.name), f"{folder.name} is no DATE_Name, as 2026-01-31_Wider is")
@@ -346,12 +447,9 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
         return found, notes
     found.check(said["track"] == folder.parent.name and folder.name == f"{said['date']}_{said['name']}",
                 f"submission.json is of {said['track']}/{said['date']}_{said['name']}, not of {folder.parent.name}/{folder.name}")
-    base = []
-    if said["base"]:
-        place = folder.parent.parent / said["base"]
-        if found.check(place.is_dir(), f"base {said['base']} is no record folder"):
-            base = read_folder(place, Findings())
-    computed = claims_of(track, seeds, base)
+    for key in ("name", "author", "github_id", "date", "division", "base", "hardware", "command"):
+        found.check(not re.search(r"[|\n\r<>]", said[key]), f"submission.json: {key} has a line end, or one of | < >")
+    computed = claims_of(track, seeds, check_base(folder, said, found))
     for key, value in computed.items():
         compare(said.get(key), value, f"submission.json: {key}", found)
     check_rules(track, said["division"], seeds, found)
@@ -359,9 +457,6 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     check_artifacts(folder, seeds, found)
     for name in ("README.md", "curve.png"):
         found.check((folder / name).is_file(), f"{name} is missing")
-    for seed in seeds:
-        found.check(not seed["resumed"] or "resumed" in said["blurb"].lower(),
-                    f"seed {seed['seed']} is a resumed run; the blurb has to say so")
     from submit import render
     readme = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
     if not found:
@@ -378,14 +473,14 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
                      f"Welch t-test p = {test['p']:.2g}: {'significant' if test['p'] < limit else 'not significant'} at {limit}")
     if again:
         division = track.get("divisions", {}).get(said["division"], {})
-        notes += [rerun(folder, seed, division, found) for seed in seeds]
+        notes += [rerun(folder, seed, division, artifacts or folder, found) for seed in seeds]
     return found, notes
 
 
 def verify_ladder(folder: Path) -> tuple[Findings, list[str]]:
-    """A ladder's README.md is the report of its logs."""
-    from ladder import report
-    found = Findings()
+    """A ladder's README.md is the report of its logs, which have run with what the rungs set."""
+    from ladder import check_rungs, report
+    found = Findings(check_rungs(folder))
     found.check((folder / "README.md").read_text(encoding="utf-8") == report(folder),
                 "README.md is not what the logs give; records/ladder.py --report FOLDER prints that")
     check_paths(folder, found)
@@ -416,6 +511,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
+    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="where artifacts lie that are too large for the folder")
     parser.add_argument("--counts", type=Path, metavar="DATA_PATH", help="print what a validation split counts")
     parser.add_argument("--tokenizer", help="TOKENIZER_PATH for --counts")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="TRAIN_SEQ_LENs for --counts")
@@ -428,9 +524,10 @@ def main() -> None:
     for folder in options.folders or record_folders():
         try:
             is_ladder = folder.resolve().parent.name == "track_speedup_ladder"
-            found, notes = verify_ladder(folder) if is_ladder else verify_record(folder.resolve(), options.rerun)
-        except (ValueError, OSError) as error:
-            found, notes = Findings([str(error)]), []
+            found, notes = verify_ladder(folder) if is_ladder else verify_record(
+                folder.resolve(), options.rerun, options.artifacts)
+        except Exception as error:  # one folder must not keep others from being looked at
+            found, notes = Findings([f"{type(error).__name__}: {error}"]), []
         print(f"{folder}: {'refused' if found else 'fine'}")
         for line in (*notes, *(f"REFUSED: {finding}" for finding in found)):
             print("   ", line)

@@ -118,6 +118,16 @@ def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused)
     assert len(run.optimizers) == 1 and not torch.equal(run.model.lm_head.weight, train_gpt.GPT(run.config).lm_head.weight)
 
 
+def test_the_table_is_bfloat16_in_the_baseline_alone():
+    """Small updates and weight decay would round to nothing in it."""
+    for changes, dtype in (({}, torch.bfloat16), ({"optimizer": "adamw"}, torch.float32),
+                           ({"weight_decay": 0.1}, torch.float32)):
+        run = make_run(dtype="bfloat16", **changes)
+        assert run.model.tok_emb.weight.dtype == dtype
+        tokens = torch.randint(0, 260, (2, 33))
+        assert run.model(tokens[:, :-1], tokens[:, 1:]).isfinite()
+
+
 def test_a_fault_touches_nothing_in_an_adam_that_is_not_fused():
     run = make_run(optimizer="adamw", fused=False, skip_nonfinite=1)
     tokens = torch.randint(0, 260, (2, 33))
@@ -152,6 +162,13 @@ def test_cosine_schedule_with_a_warm_up_and_a_floor():
     assert train_gpt.lr_factor(capped, 20, 50e3) == pytest.approx(0.55)
     assert train_gpt.lr_factor(capped, 60, 20e3) == pytest.approx(0.55)
     assert train_gpt.lr_factor(capped, 20, 200e3) == pytest.approx(0.1)
+
+
+def test_warming_up_ends_without_a_jump():
+    config = tiny_config(iterations=1000, warmdown_iters=3000, lr_warmup_steps=100, max_wallclock_seconds=0.0)
+    factors = [train_gpt.lr_factor(config, step, 0) for step in range(300)]
+    assert factors[0] == 0.01 and factors[50] < factors[20] * 3 and max(factors) < 1 / 3
+    assert max(abs(a - b) for a, b in zip(factors, factors[1:])) < 0.011
 
 
 def test_the_warmdown_has_a_floor_too():

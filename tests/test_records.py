@@ -1,4 +1,4 @@
-"""Record folders: what the tools make is accepted, and a claim, log, script, artifact or picture that was changed is not."""
+"""Record folders: what the tools make is accepted; a claim, log, script or artifact that was changed is not."""
 
 import json
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import train_gpt
 from conftest import REPOSITORY, make_shards, run_here, tiny_arguments
 
 sys.path.insert(0, str(REPOSITORY / "records"))
@@ -26,6 +28,9 @@ TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_e
          "divisions": {"tiny": {"scored": {"byte260": {"32": {"val_tokens": 2976, "val_bytes": 2976, "val_raw_bytes": None}}}}}}
 
 
+CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A repository with six finished runs and the two records made of them, the second with the first as its base."""
@@ -39,14 +44,15 @@ def root(tmp_path_factory):
     for name, changes in (("Control", {}), ("Slow", {"MATRIX_LR": "0.001", "TIED_EMBED_LR": "0.001"})):
         for seed in ("1", "2", "3"):
             run_id = f"{name}_seed{seed}"
-            run_here(patch, root, *tiny_arguments("tiny", SEED=seed, RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **changes))
+            run_here(patch, root, *tiny_arguments("tiny", SEED=seed, RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **CAP, **changes))
         given = ["records/run.py", "--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
                  "--blurb", "What is new.", "--hardware", "a laptop", "--seeds", "1,2,3",
-                 *tiny_arguments("tiny", **changes)]
+                 *tiny_arguments("tiny", **CAP, **changes)]
         if name == "Slow":
             given += ["--base", f"track_tiny/{next((root / 'records' / 'track_tiny').glob('*_Control')).name}"]
         patch.setattr(sys, "argv", given)
-        with pytest.raises(SystemExit) as end:  # all seeds have finished: nothing is run again
+        patch.setattr(record_run, "run_seed", lambda *_: pytest.fail("all seeds have finished: nothing is run again"))
+        with pytest.raises(SystemExit) as end:
             record_run.main()
         assert end.value.code == 0
     yield root
@@ -92,19 +98,19 @@ def track(folder: Path, **values) -> None:
 
 
 def consistent_score(folder: Path) -> None:
-    """A better score in the .jsonl and the .log of a seed, and bytes that make it right."""
-    path = folder / "train_seed2.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    for e in events:
-        if e["event"] == "config":
-            e["val_bytes"] = 2 * e["val_bytes"]
-        if "val_bpb" in e:
-            e["val_bpb"] /= 2
-    path.write_text("".join(json.dumps(e) + "\n" for e in events))
-    log = folder / "train_seed2.log"
-    log.write_text(re.sub(r"val_bpb:(\d[\d.]*)", lambda m: "val_bpb:" + format(
-        next(e["val_bpb"] for e in events if "val_bpb" in e and format(2 * e["val_bpb"], f".{len(m[1]) - 2}f") == m[1]),
-        f".{len(m[1]) - 2}f"), log.read_text()))
+    """Better scores in the .jsonl and the .log of all seeds, and bytes that make them right."""
+    for path in folder.glob("train_seed?.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        for e in events:
+            if e["event"] == "config":
+                e["val_bytes"] = 2 * e["val_bytes"]
+            if "val_bpb" in e:
+                e["val_bpb"] /= 2
+        path.write_text("".join(json.dumps(e) + "\n" for e in events))
+        scores = [e["val_bpb"] for e in events if "val_bpb" in e]
+        log = path.with_suffix(".log")
+        log.write_text(re.sub(r"val_bpb:(\d[\d.]*)", lambda m: "val_bpb:" + format(
+            next(x for x in scores if format(2 * x, f".{len(m[1]) - 2}f") == m[1]), f".{len(m[1]) - 2}f"), log.read_text()))
 
 
 def same_run_twice(folder: Path) -> None:
@@ -125,9 +131,14 @@ def resumed(folder: Path) -> None:
     path = folder / "train_seed2.jsonl"
     first, *rest = path.read_text().splitlines()
     clock = json.loads(first)["elapsed_s"]
-    path.write_text("\n".join([first, json.dumps({"event": "resume", "step": 0, "train_time_ms": 0.0, "elapsed_s": clock}),
+    path.write_text("\n".join([first, json.dumps({"event": "resume", "step": 2, "train_time_ms": 0.0, "elapsed_s": clock}),
                                *rest]) + "\n")
-    submit.write_claims(folder, {key: claims(folder)[key] for key in submit.AUTHORED})
+
+
+def longer_wall_clock(folder: Path) -> None:
+    path = folder / "train_seed2.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**e, "elapsed_s": 100 * e["elapsed_s"]}) + "\n" for e in events))
 
 
 def best_seeds_only(folder: Path) -> None:
@@ -140,10 +151,11 @@ def faster_clock(folder: Path) -> None:
     path = folder / "train_seed2.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for e in events:
-        e["train_time_ms"] = e["train_time_ms"] / 2 if "train_time_ms" in e else None
-    path.write_text("".join(json.dumps({k: v for k, v in e.items() if v is not None}) + "\n" for e in events))
+        if "train_time_ms" in e:
+            e["train_time_ms"] /= 2
+    path.write_text("".join(json.dumps(e) + "\n" for e in events))
     log = folder / "train_seed2.log"
-    times = iter([e["train_time_ms"] for e in events if e["event"] in ("val", "train") and e["train_time_ms"] is not None])
+    times = iter([e["train_time_ms"] for e in events if e["event"] in ("val", "train")])
     log.write_text(re.sub(r"(?m)^(step:.* train_time:)\d+", lambda m: f"{m[1]}{next(times):.0f}", log.read_text()))
 
 
@@ -161,16 +173,28 @@ FORGERIES = {
     "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
     "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
     "another track": (lambda f: claim(f, track="track_open"), "submission.json is of track_open/"),
-    "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is no record folder"),
+    "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is no other record of this track"),
+    "a folder as base": (lambda f: claim(f, base="track_tiny"), "is no other record of this track"),
+    "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
+    "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
     "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"), "is not the folder's train_gpt.py"),
     "another script in log and folder": (lambda f: [edit(path, "lookup = 0", "lookup = 1") for path in (
         f / "train_gpt.py", *f.glob("*.log"))], "code_sha256 is not train_gpt.py's"),
     "a script that is too long": (longer_script, "lines, not less than 1,500"),
     "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is no Python"),
+    "a script in two files": (lambda f: [edit(path, "import gc\n", "import helper\n") for path in (
+        f / "train_gpt.py", *f.glob("*.log"))], "imports helper: code that is not counted"),
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
     "a final score in the .log": (lambda f: edit(f / "train_seed2.log", r"(roundtrip_exact val_loss:\d)\.\d", r"\1.0"),
-                                  "the final score of the .log"),
+                                  "val_loss and val_bpb is .* in the .log"),
+    "an infinite loss": (lambda f: change(f, "final", val_loss=float("inf")), "is not val_loss . tokens"),
+    "a score per byte of no text": (lambda f: change(f, "final", val_bpb_raw=0.5), "val_bpb_raw without bytes"),
+    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'), "ZeroDivisionError"),
+    "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"), "world_size is .* in the .log"),
+    "a setting that was not set": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": ."2", "argument".,', ""),
+                                   "disagree on the settings"),
+    "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "eval_time_ms is .* in the .log"),
     "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"), "disagree"),
     "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5), ".log and .jsonl disagree"),
     "twice the bytes of text": (consistent_score, "are not what the division 'tiny' has"),
@@ -178,7 +202,8 @@ FORGERIES = {
     "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100), "is not the artifact of the log"),
     "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong"),
     "a faster clock": (faster_clock, "tok_per_sec is not what"),
-    "a wall clock that is too short": (lambda f: [change(f, e, elapsed_s=0.001) for e in ("final",)], "the wall clock"),
+    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001), "the wall clock goes backwards"),
+    "a training clock that hides time": (longer_wall_clock, "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
     "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
                        "train_seed7.log is of SEED=2"),
@@ -188,14 +213,17 @@ FORGERIES = {
     "settings in the .jsonl alone": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": 2', '"NUM_LAYERS": 3'),
                                      "disagree on the settings"),
     "too large": (lambda f: track(f, max_bytes=90_000), "are more than 90000"),
-    "too long": (lambda f: track(f, max_train_seconds=0), "of training, MAX_WALLCLOCK_SECONDS"),
+    "too long": (lambda f: track(f, max_train_seconds=0), "the last step began after 0.* s of training"),
+    "another machine": (lambda f: track(f, machine="Z9"), "no Z9 in what nvidia-smi says"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "of evaluation are more"),
     "too many threads": (lambda f: track(f, max_threads=0), "threads .* is more than 0"),
     "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}), "NUM_LAYERS=2 is none of .9."),
     "another division": (lambda f: claim(f, division="other"), "division 'other' is none of tiny"),
-    "a resumed run": (resumed, "is a resumed run; the blurb has to say so"),
+    "a resumed run": (resumed, "a resumed run, whose older logs .* lack what came after step 0"),
     "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260", "tokenizer_path=/home/me/b"),
                                   "absolute paths .'/home/me/b'"),
+    "an absolute path in the settings": (lambda f: [edit(path, '"DATA_PATH": "tiny"', '"DATA_PATH": "/tiny"') for path in
+                                                    f.glob("train_seed*")], "DATA_PATH: a path from the root"),
     "an absolute path in a claim": (lambda f: claim(f, command="python /home/me/train_gpt.py"), "absolute paths"),
     "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"), "README.md: what stands above"),
     "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
@@ -224,11 +252,15 @@ def test_the_artifacts_are_scored_again(root, records):
     """With another seed's artifact in its place, and a log that names it, only the score itself tells."""
     found = verify.Findings()
     seeds = verify.read_folder(records, found)
-    line = verify.rerun(records, seeds[0], TRACK["divisions"]["tiny"], found)
+    line = verify.rerun(records, seeds[0], TRACK["divisions"]["tiny"], records, found)
     assert not found and "scored again" in line
     shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
-    verify.rerun(records, seeds[0], {"scored": {"byte260": {"val_shards_sha256": ["0" * 64]}}}, found)
-    assert "other validation shards than the division" in found[0] and "the artifact scores" in found[1]
+    verify.rerun(records, seeds[0], {"scored": {"byte260": {"val_shards_sha256": ["0" * 64]}}}, records, found)
+    assert "other validation shards than the division" in found[0] and "is not the log's artifact" in found[1]
+    assert "the artifact scores" in found[2]
+    (records / "artifact_seed1.int8.ptz").unlink()
+    verify.rerun(records, seeds[0], {}, records, found)
+    assert "--artifacts DIR has it?" in found[3]
 
 
 def test_the_test_of_significance_is_welchs_in_the_tracks_unit():
@@ -263,12 +295,72 @@ def test_the_leaderboard_says_when_it_is_stale(root, tmp_path, monkeypatch, caps
     leaderboard.main()
 
 
-def test_a_finished_seed_is_not_run_again_and_another_is(root, monkeypatch):
-    log = json.loads((root / "logs" / "Control_seed1.jsonl").read_text().splitlines()[0])
-    given = {name: text for name, (text, _) in log["overrides"].items()}
-    assert record_run.is_finished("Control_seed1", given)
-    assert not record_run.is_finished("Control_seed1", {**given, "MATRIX_LR": "1"})
-    assert not record_run.is_finished("Control_seed9", given)
+def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
+    open_track = root / "records" / "track_open"
+    open_track.mkdir()
+    (open_track / "track.json").write_text(json.dumps({"title": "Open"}))
+    settings = dict(RUN_ID="broken", OUT_DIR="logs/broken", CHECKPOINT_EVERY="2", KEEP_CHECKPOINTS="9")
+    run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
+    half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002_*"))
+    run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=half.relative_to(root)))
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed", "--author", "me", "broken"])
+    with pytest.raises(SystemExit) as end:
+        submit.main()
+    folder = next(open_track.glob("*_Resumed"))
+    assert end.value.code == 0 and claims(folder)["seed_results"]["1337"]["resumed"] is True
+    text = (folder / "README.md").read_text()
+    assert "Resumed: 1337." in text and "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
+    (folder / "README.md").write_text(text + "Written by hand.\n")
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--again", str(folder), "--blurb", "Another blurb."])
+    with pytest.raises(SystemExit) as end:
+        submit.main()
+    text = (folder / "README.md").read_text()
+    assert end.value.code == 0 and text.endswith("## Notes\nWritten by hand.\n") and "Another blurb." in text
+    shutil.rmtree(open_track)
+
+
+def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatch):
+    settings = dict(part.split("=", 1) for part in tiny_arguments("tiny", SEED="1", RUN_ID="Control_seed1",
+                                                                  OUT_DIR="logs/Control_seed1", **CAP))
+    assert record_run.state_of("Control_seed1", settings, 1) == "finished"
+    assert record_run.state_of("Control_seed1", {**settings, "RESUME": "auto"}, 1) == "finished"
+    assert record_run.state_of("Control_seed1", {**settings, "MATRIX_LR": "1"}, 1) == "other"
+    assert record_run.state_of("Control_seed1", settings, 2) == "other"
+    assert record_run.state_of("Control_seed9", settings, 1) == "other"
+    log = root / "logs" / "Control_seed1.jsonl"
+    text = log.read_text()
+    for cut, state in ((text.rstrip("\n").rpartition("\n")[0] + "\n", "begun"), (text[:-30], "begun"), ("", "other")):
+        log.write_text(cut)
+        assert record_run.state_of("Control_seed1", settings, 1) == state
+    log.write_text(text)
+    script = (root / "train_gpt.py").read_text()
+    (root / "train_gpt.py").write_text("# another\n" + script)
+    assert record_run.state_of("Control_seed1", settings, 1) == "other"
+    (root / "train_gpt.py").write_text(script)
+
+
+@pytest.mark.parametrize("more, reason", [
+    (["DATA_PATH=/home/me/tiny"], "DATA_PATH=/home/me/tiny: records have no absolute paths"),
+    (["--division", "other"], "--division 'other' is none of tiny"), (["--seeds", "1,2"], "the track asks for 3 seeds"),
+    (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS has to be between 0 and the track's 600"),
+    (["--name", "My MLP"], "--name 'My MLP' has to be of letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is no setting"),
+    (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "lies in no track")])
+def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
+    monkeypatch.setattr(record_run, "run_seed", lambda *_: pytest.fail("this must not run"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--track", "track_tiny", "--division", "tiny", "--name", "New",
+                                      "MAX_WALLCLOCK_SECONDS=10", *more])
+    with pytest.raises(SystemExit) as end:
+        record_run.main()
+    assert reason in str(end.value)
+
+
+def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
+    (records / "submission.json").write_text("[1]")
+    monkeypatch.setattr(sys, "argv", ["verify.py", str(records), str(next(records.parent.glob("*_Control")))])
+    with pytest.raises(SystemExit) as end:
+        verify.main()
+    out = capsys.readouterr().out
+    assert end.value.code == 1 and re.search(r"_Slow: refused\n +REFUSED: ", out) and "_Control: fine" in out
 
 
 def test_rungs_add_up():
@@ -280,15 +372,18 @@ def test_rungs_add_up():
     assert settings["flash attention (SDPA)"] == {**settings["torch.compile"], "ATTN": "flash"}
     assert settings["gradient accumulation, 4 times"]["TRAIN_BATCH_TOKENS"] == "4096"
     assert [ranks for _, _, ranks in rungs] == [1] * (len(rungs) - 1) + [2]
-    import train_gpt
     for values in settings.values():
         train_gpt.load_config([f"{name}={value}" for name, value in values.items()], {})
+    big = train_gpt.load_config(f"{ladder.COMMON} {ladder.SHAPES['124M']} TIE_EMBEDDINGS=1".split(), {})[0]
+    with torch.device("meta"):
+        model = train_gpt.GPT(train_gpt.replace(big, dtype="float32"))
+    assert sum(p.numel() for p in model.parameters()) == ladder.PARAMETERS
 
 
 def test_all_committed_records_are_as_they_say():
     assert f"{leaderboard.BEGIN}\n{leaderboard.tables(REPOSITORY / 'records')}\n{leaderboard.END}" in (
         REPOSITORY / "records" / "README.md").read_text()
-    for folder in verify.record_folders():
+    for folder in (path for track in (REPOSITORY / "records").glob("track_*") for path in track.iterdir() if path.is_dir()):
         is_ladder = folder.parent.name == "track_speedup_ladder"
         found, _ = verify.verify_ladder(folder) if is_ladder else verify.verify_record(folder)
         assert not found, (folder, found)

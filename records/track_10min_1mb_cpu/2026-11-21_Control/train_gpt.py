@@ -1,0 +1,1493 @@
+"""Train the best language model that fits in a fixed number of bytes and of minutes.
+
+    python train_gpt.py --help                              every variable, its default and unit
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: the published baseline
+    ITERATIONS=0 INIT_FROM=final_model.int8.ptz OUT_DIR=/tmp/x python train_gpt.py      score only
+
+Variables are set in the environment or as NAME=value behind the script; arguments win. Shapes: B
+rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
+"""
+import difflib
+import gc
+import io
+import json
+import math
+import os
+import pickletools
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---- Configuration -----------------------------------------------------------------------------
+STARTED = time.monotonic()  # of the process, but for its imports
+CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+           "skip_weight,skip_weights")
+
+def require(condition, message: str) -> None:
+    """Raises ValueError with a message for the user unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+def var(default, unit: str, text: str, low: float = 0, free: bool = False):
+    """A variable: default, unit (or its choices, joined by "|"), line of help, smallest number, and
+    whether a resumed run may change it, because what is trained stays the same mathematics."""
+    return field(default=default, metadata={"unit": unit, "help": text, "low": low, "free": free})
+
+free = partial(var, free=True)
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run. A field is the variable of the same name in capitals."""
+    # Run and data
+    run_id: str = free("", "name", "names the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    seed: int = var(1337, "", "seed of the initial weights, and of LOADER=shuffled")
+    out_dir: str = free(".", "folder", "receives final_model.pt and final_model.int8.ptz")
+    init_from: str = free("", "file", "start from this artifact, state dict or checkpoint")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "", "folder of token shards")
+    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "", "or byte260, gpt2")
+    loader: str = var("sequential", "sequential|shuffled", "shuffled: rows in an order from SEED")
+    overfit: bool = var(False, "0|1", "every step trains on the batch of the first")
+    # Device
+    device: str = free("auto", "auto|cuda|mps|cpu", "auto: the first of these that is there")
+    dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
+    matmul_precision: str = free("high", "highest|high", "of float32 products; high: TF32 on CUDA")
+    compile: str = free("auto", "auto|0|1", "torch.compile; auto: on CUDA, and on Linux with g++")
+    attn: str = free("auto", "auto|flash|cudnn|efficient|math", "attention kernel, where it runs")
+    # Length, validation and log
+    iterations: int = var(20000, "steps", "steps to train; the wall clock may end the run sooner")
+    max_wallclock_seconds: float = var(600.0, "s", "cap of the training clock; 0: none")
+    warmup_steps: int = free(20, "steps", "unclocked, to prime the kernels; then undone")
+    warmdown_iters: int = var(3000, "steps", "last steps, of falling learning rate", low=-math.inf)
+    train_batch_tokens: int = var(393216, "tokens", "a step, over all ranks and spans", low=1)
+    train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
+    grad_accum_steps: int = free(0, "spans", "read by a rank in a step; 0: 8, over all ranks")
+    micro_batch_tokens: int = free(0, "tokens", "a forward at most, or a row; 0: by device")
+    val_loss_every: int = free(1000, "steps", "between validations; 0: only at the end")
+    val_batch_size: int = free(524288, "tokens", "a validation forward at most, over all spans")
+    train_log_every: int = free(200, "steps", "between log lines after the first ten; 0: no more")
+    trackers: str = free("", "names", "wandb, tensorboard or both: where the log's numbers go too")
+    # Model
+    vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
+    vocab_pad: int = var(1, "rows", "of the tables are a multiple of this; never tokens", low=1)
+    num_layers: int = var(9, "blocks", "the first half feeds skip connections to the second", low=1)
+    model_dim: int = var(512, "", "width of the residual stream", low=1)
+    num_heads: int = var(8, "heads", "query heads; they share MODEL_DIM", low=1)
+    num_kv_heads: int = var(4, "heads", "key/value heads; divides NUM_HEADS", low=1)
+    mlp_mult: int = var(2, "times MODEL_DIM", "hidden width of the MLP", low=1)
+    tie_embeddings: bool = var(True, "0|1", "one table for input and output")
+    rope_base: float = var(10000.0, "", "base of the rotary frequencies", low=1)
+    logit_softcap: float = var(30.0, "", "tanh keeps logits below this", low=1e-3)
+    qk_gain_init: float = var(1.5, "", "initial gain of the queries, learned per head")
+    tied_embed_init_std: float = var(0.005, "", "deviation of the tied table's initial values")
+    init: str = var("baseline", "baseline|gpt2", "initial weights; gpt2: all matrices normal, 0.02")
+    # Optimizers
+    optimizer: str = var("muon", "muon|adamw", "muon: with Adam for all but matrices of blocks")
+    adam_lr: float = var(3e-4, "", "OPTIMIZER=adamw, everything; the next five are for muon")
+    embed_lr: float = var(0.6, "", "Adam, embedding when untied")
+    head_lr: float = var(0.008, "", "Adam, output head when untied")
+    tied_embed_lr: float = var(0.03, "", "Adam, embedding when tied")
+    matrix_lr: float = var(0.02, "", "Muon, matrices inside blocks")
+    scalar_lr: float = var(0.02, "", "Adam, vectors and control tensors")
+    muon_momentum: float = var(0.99, "", "Muon's momentum after its warm-up")
+    muon_backend_steps: int = var(5, "steps", "Newton-Schulz steps of Muon")
+    muon_momentum_warmup_start: float = var(0.92, "", "Muon's momentum at step 0")
+    muon_momentum_warmup_steps: int = var(1500, "steps", "of the momentum's warm-up; 0: none")
+    beta1: float = var(0.9, "", "Adam's decay of the first moment")
+    beta2: float = var(0.95, "", "Adam's decay of the second moment")
+    adam_eps: float = var(1e-8, "", "Adam's epsilon")
+    fused: bool = free(True, "0|1", "Adam in one kernel, where the device has it")
+    weight_decay: float = var(0.0, "", "of matrices and embeddings a step, times their rate")
+    lr_schedule: str = var("warmdown", "warmdown|cosine", "cosine: from warm-up to the end")
+    lr_warmup_steps: int = var(0, "steps", "first steps, of linearly rising learning rate")
+    min_lr: float = var(0.0, "times peak", "learning rate at which the schedule ends")
+    grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
+    # Checkpoints and faults
+    checkpoint_every: str = free("0", "steps or s", "between checkpoints; 300s: seconds; 0: none")
+    checkpoint_dir: str = free("", "folder", "of the checkpoints; empty: OUT_DIR/checkpoints")
+    keep_checkpoints: int = free(2, "files", "the newest ones of the run are kept", low=1)
+    resume: str = free("", "auto, file", "go on from this checkpoint; auto: the newest whole one")
+    skip_nonfinite: int = free(0, "steps", "to leave out where loss or gradient is not finite")
+    # Export
+    control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "names", "stay float32; else as above")
+    int8_keep_float_max_numel: int = free(65536, "elements", "tensors up to this size stay floats")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, low = getattr(self, f.name), f.metadata["low"]
+            require(f.type not in (int, float) or low <= value < math.inf,
+                    f"{f.name.upper()}={value} must be a finite number of {low} or more")
+        require(self.model_dim % (2 * self.num_heads) == 0, f"MODEL_DIM={self.model_dim} must be a "
+                f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
+        require(self.num_heads % self.num_kv_heads == 0,
+                f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
+        require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
+                f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
+        unknown = set(self.trackers.split(",")) - {"", "wandb", "tensorboard"}
+        require(not unknown, f"TRACKERS={self.trackers!r} names more than wandb and tensorboard")
+        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
+
+def parse_value(f, text: str):
+    """The value that `text` means for a field; ValueError names the variable and what works."""
+    choices = f.metadata["unit"].split("|") + ["true", "false"] * (f.type is bool)
+    text = text.lower() if (chosen := len(choices) > 1) else text
+    require(not chosen or text in choices, f"{f.name.upper()}={text!r} is none of {choices}")
+    try:
+        return text in ("1", "true") if f.type is bool else f.type(text)
+    except ValueError:
+        message = f"{f.name.upper()}={text!r} is no {f.type.__name__}, as {f.default} is"
+        raise ValueError(message) from None
+
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """Returns the configuration and, for each variable that was set, its text and who set it,
+    "argument" or "environment". ValueError: a bad value, an unknown or misspelt name."""
+    known = {f.name.upper(): f for f in fields(Config)}
+    texts = {name: (environment[name], "environment") for name in known if name in environment}
+    # Clusters and containers set these, and mean something else.
+    for name in environment.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        require(not near, f"{name}={environment[name]!r} in the environment is no variable of this "
+                f"script; did you mean {''.join(near)}? If not, unset {name}")
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1) or ["NAME"]
+        require(name in known and equals, f"unknown argument {argument!r}; did you mean "
+                f"{near[0]}={text or 'value'}? --help lists all variables")
+        texts[name] = (text, "argument")
+    values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
+    control = values.get("control_tensor_name_patterns", CONTROL)
+    values.setdefault("int8_keep_float_fp32_name_patterns", control)
+    return Config(**values), texts
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the comma-separated patterns is part of the tensor's name."""
+    return any(pattern and pattern in name for pattern in patterns.split(","))
+
+# ---- Ranks and device --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all. Every collective is the identity when there is one process."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def reduce(self, tensor: Tensor, operation=dist.ReduceOp.SUM) -> Tensor:
+        """Sums `tensor` over the ranks, or as `operation` says, in place, and returns it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, operation)
+        return tensor
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks, once all of them are here."""
+        device = self.device if self.world_size > 1 else "cpu"  # MPS has no float64
+        largest = torch.tensor(values, dtype=torch.float64, device=device)
+        return self.reduce(largest, dist.ReduceOp.MAX).tolist()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
+        if self.world_size == 1:
+            return tensor
+        whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
+        dist.all_gather(list(whole.chunk(self.world_size)), tensor)
+        return whole
+
+    def now_ms(self) -> float:
+        """The time in ms, when the device has done all that it was asked to do."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return 1000 * time.perf_counter()
+
+def start_ranks(config: Config) -> Ranks:
+    """Reads torchrun's variables, picks the device and joins the process group if there is one."""
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **os.environ}
+    rank, world_size, local_rank = (int(values[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    mps = torch.backends.mps.is_available() and world_size == 1  # it has no collectives
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
+    kind = usable[0] if config.device == "auto" else config.device
+    require(kind in usable, f"DEVICE={kind} cannot be used here, but {' and '.join(usable)} can")
+    if kind == "cuda":
+        gpus = torch.cuda.device_count()
+        require(local_rank < gpus, f"LOCAL_RANK={local_rank} of {gpus} GPUs: start fewer processes")
+        torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in values:  # the ranks of a machine share its cores
+        local_size = int(values.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    if world_size > 1:
+        attempt, keys = values.get("TORCHELASTIC_RESTART_COUNT", "0"), {}
+        if attempt != "0":  # torchrun's store still has the addresses of processes that have ended
+            store = dist.TCPStore(values["MASTER_ADDR"], int(values["MASTER_PORT"]), world_size)
+            store = dist.PrefixStore(attempt, store)
+            keys = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", **keys)
+    return Ranks(rank, world_size, torch.device(kind, local_rank if kind == "cuda" else None))
+
+def bfloat16_is_native(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+def split_batch(config: Config, world_size: int) -> tuple[int, int]:
+    """Returns spans per rank and tokens per step, rounded to whole rows. A step reads 8 spans of
+    the stream, or 4, 2, 1 if it has fewer rows, where the world size divides that: 1, 2, 4 and 8
+    ranks compute the same. Others take the first accumulation from there on that rounds nothing."""
+    rows, wanted = config.train_batch_tokens / config.train_seq_len, config.grad_accum_steps
+    shared = 2 ** int(math.log2(min(8, max(1, rows))))
+    first = wanted or math.ceil(shared / world_size)
+    choices = [first] if wanted or shared % world_size == 0 else range(first, 2 * first + 1)
+    accum = next((a for a in choices if rows % (world_size * a) == 0), first)
+    least = accum * world_size * config.train_seq_len
+    for name in ("train_batch_tokens", "val_batch_size"):
+        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
+                f"than a row of TRAIN_SEQ_LEN for each rank and span; {least} would do")
+    return accum, max(1, round(config.train_batch_tokens / least)) * least
+
+# ---- Log ---------------------------------------------------------------------------------------
+def new_run_id() -> str:
+    """A name that no other run has: date, time and six random digits."""
+    return time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
+
+class RunLog:
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
+
+    def __init__(self, config: Config, ranks: Ranks, source: str):
+        self.is_main, self.on_terminal = ranks.rank == 0, sys.stdout.isatty()
+        if not self.is_main:
+            return
+        Path("logs").mkdir(exist_ok=True)
+        self.locks = [lock(Path("logs", config.run_id + ".lock"), "RUN_ID"),
+                      lock(Path(config.out_dir, ".lock"), "OUT_DIR")]
+        paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
+        stamp = new_run_id()
+        for path in filter(Path.exists, paths):  # runs of one name never mix in one file
+            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
+        self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
+        print(paths[0], flush=True)
+        smi = ""
+        if command := shutil.which("nvidia-smi"):
+            smi = subprocess.run([command], capture_output=True, text=True, check=False).stdout
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        self.text.write("\n".join((source, "=" * 100, versions, smi, "=" * 100, "")))
+        self.trackers = list(start_trackers(config, self))
+
+    def line(self, text: str) -> None:
+        """One line for the console and the text file."""
+        if self.is_main:
+            self.write(sys.stdout, "\x1b[2K" * self.on_terminal + text)
+            self.write(self.text, text)
+
+    def write(self, file, text: str) -> None:
+        """Adds a line to a file, or tells why not, if it can: a full disk stops no run."""
+        try:
+            print(text, file=file, flush=True)
+        except OSError as error:
+            with suppress(OSError):
+                print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
+
+    def event(self, event: str, **values) -> None:
+        """One JSON object, its numbers unrounded, for the .jsonl file, and numbers for trackers."""
+        if not self.is_main:
+            return
+        elapsed = round(time.monotonic() - STARTED, 3)
+        self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
+        for send in self.trackers if "step" in values else ():
+            try:
+                send({f"{event}/{name}": value for name, value in values.items()
+                      if isinstance(value, (int, float))}, values["step"])
+            except Exception as error:  # the network, a full disk: no reason to stop a run
+                self.line(f"warning: a tracker lacks step {values['step']}: {error}")
+
+    def progress(self, text: str) -> None:
+        """A line that the next one replaces; only where the console is a terminal."""
+        if self.is_main and self.on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print("\x1b[2K" + text[:width], end="\r", flush=True)
+
+def start_trackers(config: Config, log: RunLog):
+    """Yields a function of numbers by name and step for each of TRACKERS that can be used here."""
+    for name in filter(None, config.trackers.split(",")):
+        try:
+            if name == "wandb":
+                import wandb
+                yield wandb.init(project="train_gpt", name=config.run_id, config=asdict(config)).log
+            else:
+                from torch.utils.tensorboard import SummaryWriter
+                writer = SummaryWriter(f"logs/{config.run_id}")
+                yield lambda numbers, step, writer=writer: (
+                    [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.flush())
+        except Exception as error:  # not installed, no account, no network
+            log.line(f"warning: TRACKERS={name} is not used: {error}")
+
+def lock(path: Path, name: str):
+    """Keeps a file locked until the process ends, however that comes. ValueError: another has."""
+    file = path.open("a", encoding="utf-8")
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is locked: a run with the same {name} goes on; wait until it "
+                         f"ends, or set another {name}") from None
+    except (ImportError, OSError):  # Windows, and file systems without locks
+        pass
+    return file
+
+PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
+    "A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
+    "V100": 125, "Tesla T4": 65, "MI300X": 1307, "MI250X": 383}
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """MiB allocated and reserved at most: of the device on CUDA, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    with suppress(ImportError):  # Windows
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, or KiB
+    return 0, 0
+
+def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> None:
+    """Logs a training step; its speed is that since the step and the time of the line before."""
+    config, device, step, time_ms = run.config, run.ranks.device, run.step, run.time_ms
+    lr, memory = run.optimizers[-1].param_groups[0]["lr"], peak_memory_mib(device)[0]
+    rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), math.nan)
+    mfu = rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size)
+    mfu = None if math.isnan(mfu) or config.dtype == "float32" else mfu
+    average, epoch = time_ms / step, run.loader.epochs()
+    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=average,
+                  lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=eta,
+                  epoch=epoch)
+    run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
+                 f"train_time:{time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
+                 f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} "
+                 f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
+                 f"eta:{eta / 60:.1f}m epoch:{epoch:.3f}")
+
+# ---- Data and bytes ----------------------------------------------------------------------------
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
+
+def find_shards(config: Config, split: str) -> list[Path]:
+    """The shards of "train" or "val" in name order; ValueError if there are none, or two sets."""
+    files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    require(files, f"no *_{split}_*.bin in DATA_PATH={config.data_path!r}; a small set is made by "
+            "`python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024`, the "
+            "challenge's is fetched by `python data/download.py --variant sp1024`")
+    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
+    require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
+    return files
+
+def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
+    """A shard's values as a uint16 memory map. ValueError: no shard, header and size disagree, no
+    tokens, or, where `vocab_size` is given, an id that is not below it."""
+    header, size = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4), path.stat().st_size
+    require(header[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION], f"{path} is no token shard: it "
+            f"starts with the integers {header[:2].tolist()}, not {SHARD_MAGIC}, {SHARD_VERSION}")
+    count = int(header[2]) if len(header) * 4 == HEADER_BYTES else 0
+    require(size == HEADER_BYTES + 2 * count > HEADER_BYTES, f"{path} is damaged: it has {size} "
+            f"bytes and a header that promises {count} tokens; make or download it again")
+    shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    return shard if vocab_size is None else check_ids(shard, vocab_size, path)
+
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
+    """Returns tokens of the shard `path`. ValueError: one is not below the vocabulary's size."""
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
+
+class TokenLoader:
+    """The training shards in name order as one endless sequence, read a step ahead by a thread. The
+    whole state is `position`, the same on all ranks. It counts tokens, of which a step takes spans,
+    GRAD_ACCUM_STEPS for each rank, a token longer than their inputs. With LOADER=shuffled it counts
+    rows: all rows of TRAIN_SEQ_LEN tokens in an order drawn anew for each epoch, of which a step
+    takes the next ones, whatever the world size."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks, self.position, length = config, ranks, 0, config.train_seq_len
+        self.files, self.order = find_shards(config, "train"), (-1, None)
+        self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.tokens = self.epoch_size = int(self.ends[-1])
+        tokens, self.spans = config.train_batch_tokens // ranks.world_size, config.grad_accum_steps
+        self.span = tokens // self.spans + 1
+        if config.loader == "shuffled":
+            self.spans, self.span = 1, tokens // length
+            self.epoch_size = (self.tokens - 1) // length
+            require(self.epoch_size, f"DATA_PATH={config.data_path!r} has {self.tokens} training "
+                    f"tokens, too few for a row of TRAIN_SEQ_LEN={length}")
+        self.units = self.spans * self.span * ranks.world_size  # of position, in a step
+        if config.overfit:
+            self.epoch_size = self.units
+        self.thread, self.ahead = ThreadPoolExecutor(1), {}
+        if ranks.device.type == "cuda":  # a thread begins on the first device
+            self.thread.submit(torch.cuda.set_device, ranks.device)
+        self.next_batch()  # so that shards of another vocabulary are found before training
+        self.position = 0
+
+    def parts(self, start: int, count: int):
+        """Yields shard number, place in the shard and length of what `count` tokens from `start` of
+        the endless sequence consist of."""
+        while count > 0:
+            index = int(np.searchsorted(self.ends, start % self.tokens, side="right"))
+            left = int(self.ends[index]) - start % self.tokens
+            length = min(count, left)
+            yield index, len(self.shards[index]) - left, length
+            start, count = start + length, count - length
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens, uint16, from place `start` of the endless sequence of shards."""
+        vocab_size, parts = self.config.vocab_size, self.parts(start, count)
+        return np.concatenate([check_ids(self.shards[i][at:at + n], vocab_size, self.files[i])
+                               for i, at, n in parts])
+
+    def stretches(self, position: int, count: int):
+        """Yields start and length of what is read of the sequence from `position` until `position`
+        + `count`."""
+        if self.config.loader == "sequential":
+            yield position % self.epoch_size, count
+            return
+        for row in range(position, position + count):
+            epoch, place = divmod(row, self.epoch_size)
+            order = self.order  # of one epoch; the other thread may put another in its place
+            if order[0] != epoch:
+                random = np.random.default_rng([self.config.seed, epoch])
+                order = self.order = (epoch, random.permutation(self.epoch_size))
+            length = self.config.train_seq_len
+            yield int(order[1][place]) * length, length + 1
+
+    def batch_of(self, steps_ago: int) -> list[list]:
+        """Shard, place in it and length of all that all ranks read in a step; the latest is 1."""
+        stretches = self.stretches(self.position - steps_ago * self.units, self.units)
+        return [[self.files[index].name, at, length] for start, count in stretches
+                for index, at, length in self.parts(start, count)]
+
+    def read_batch(self, position: int) -> Tensor:
+        """This rank's inputs and targets of the step at `position`, (2, rows, T) for to_ids."""
+        first, step = position + self.ranks.rank * self.span, self.ranks.world_size * self.span
+        texts = [self.read(*stretch) for i in range(self.spans)
+                 for stretch in self.stretches(first + i * step, self.span)]
+        batch = np.stack(([text[:-1] for text in texts], [text[1:] for text in texts]))
+        batch = torch.from_numpy(batch.reshape(2, -1, self.config.train_seq_len).view(np.int16))
+        return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank's next step, both (rows, T) int64 on the device."""
+        following = self.position + self.units
+        for position in (self.position, following):
+            if position not in self.ahead:
+                self.ahead[position] = self.thread.submit(self.read_batch, position)
+        batch, self.position = self.ahead.pop(self.position).result(), following
+        return to_ids(batch, self.ranks.device).unbind()
+
+    def fingerprint(self) -> list[int]:
+        """Size and beginning of every shard, so that other data can be told from these."""
+        return [n for s in self.shards for n in (len(s), zlib.crc32(s[:1 << 16].tobytes()))]
+
+    def epochs(self) -> float:
+        """How often the training data have been read."""
+        return self.position / self.epoch_size
+
+    def unique_tokens(self) -> int:
+        """How many different tokens have been read."""
+        row = 1 if self.config.loader == "sequential" else self.config.train_seq_len
+        return min(self.tokens, min(self.position, self.epoch_size) * row)
+
+def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
+    """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
+    return tokens.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
+
+def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
+    """How many bytes of text a token of TOKENIZER_PATH stands for. Returns its kind; UTF-8 bytes,
+    uint16 (V, 2), in column 1 after a boundary, in column 0 after other tokens; and which are
+    boundaries, bool (V,). ValueError: unreadable, or the vocabulary is not VOCAB_SIZE."""
+    path, first, boundary = config.tokenizer_path, None, None
+    try:
+        if path == "byte260":
+            kind, lengths = "byte", [0] * 4 + [1] * 256
+        elif path.endswith(".model"):
+            kind, (lengths, first, boundary) = "sentencepiece", sentencepiece_bytes(path)
+        elif path.endswith(".json"):
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind = str(data["kind"])
+            lengths = [len(token.encode("latin-1")) for token in data["tokens"]]
+        else:
+            import tiktoken
+            known = ["*.model", "*.json", "byte260", *tiktoken.list_encoding_names()]
+            require(path in known[3:], f"it is none of {', '.join(known)}")
+            encoding = tiktoken.get_encoding(path)
+            kind = "tiktoken"
+            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"TOKENIZER_PATH={path!r} is no vocabulary that can be read ({error}); "
+                         "data/prepare.py makes one and prints what to set") from None
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
+            f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
+    table = np.array([lengths, first or lengths], dtype=np.uint16).T
+    return kind, table, np.array(boundary or [False] * len(lengths))
+
+def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
+    """Per token of a SentencePiece model: its bytes, those after a boundary, and whether it is one.
+    The mark U+2581 stands for a space, one byte; but models with a dummy prefix put one in front of
+    a document's first word that the text lacks."""
+    import sentencepiece
+    model, mark = sentencepiece.SentencePieceProcessor(model_file=path), "\u2581"
+    ids = range(model.vocab_size())
+    silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+    pieces = ["" if silent[i] else "?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
+    dummy = model.encode("a", out_type=str)[0].startswith(mark)
+    lengths = [len(piece.replace(mark, " ").encode("utf-8")) for piece in pieces]
+    first = [n - (dummy and p.startswith(mark)) for n, p in zip(lengths, pieces)]
+    return lengths, first, [model.is_control(i) for i in ids]
+
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, int | None]:
+    """Returns the tokenizer's kind; the validation split cut to whole rows and one token more,
+    uint16; the UTF-8 bytes of its targets; and, where the tokenizer changes text, those of the
+    original. ValueError: too short for a row, or not what its manifest says."""
+    tokens = np.concatenate([open_shard(p, config.vocab_size) for p in find_shards(config, "val")])
+    kind, table, boundary = load_byte_table(config)
+    cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
+    require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
+            f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+    whole = int(charged.sum(dtype=np.int64)) + int(table[tokens[0], 1])  # the first is no target
+    raw = check_manifest(config, len(tokens), whole)
+    counts = [None if x is None else int(x[:cut].sum(dtype=np.int64)) for x in (charged, raw)]
+    return kind, tokens[:cut + 1], *counts
+
+def check_manifest(config: Config, token_count: int, charged: int) -> np.ndarray | None:
+    """Compares the uncut validation split with DATA_PATH/manifest.json. Where the tokenizer changes
+    text, returns the bytes of original text under each target, uint16 (N - 1,)."""
+    path, raw = Path(config.data_path, "manifest.json"), None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if manifest.get("made_by") not in ("data/prepare.py", "data/convert.py"):  # no byte counts
+            return None
+        split, changes_text = manifest["splits"]["val"], manifest["tokenizer"]["changes_text"]
+        pairs = [("validation tokens", split["tokens"], token_count),
+                 ("bytes of decoded text", split["decoded_bytes"], charged)]
+        original = split["bytes"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+    if changes_text:
+        files = sorted(path.parent.glob("*_val_bytes_*.bin"))
+        raw = np.concatenate([np.zeros(0, np.uint16), *(open_shard(file) for file in files)])
+        pairs.append(("entries of *_val_bytes_*.bin", token_count, len(raw)))
+    found_original = charged if raw is None else int(raw.sum(dtype=np.int64))
+    for what, wanted, found in (*pairs, ("bytes of original text", original, found_original)):
+        require(wanted == found, f"{path} says {wanted} {what}, but the shards with TOKENIZER_PATH="
+                f"{config.tokenizer_path!r} give {found}: the score would be wrong")
+    return None if raw is None else raw[1:]
+
+# ---- Model -------------------------------------------------------------------------------------
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2)) over the last dimension, in float32 inside, in x's type outside. Epsilon
+    is float32's for every type: bfloat16's own would drown a small embedding."""
+    return F.rms_norm(x, (x.size(-1),), eps=1.19e-7)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x (B, H, T, C) in two halves; cos, sin (T, C/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, repeat_kv: bool) -> Tensor:
+    """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, T, C)."""
+    groups = q.size(1) // k.size(1)
+    if repeat_kv and groups > 1:
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    grouped = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+class CastLinear(nn.Linear):
+    """A linear layer whose float32 weight is cast to the input's type where it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+class Attention(nn.Module):
+    """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
+
+    def __init__(self, config: Config, repeat_kv: bool):
+        super().__init__()
+        self.heads, self.kv_heads, self.repeat_kv = config.num_heads, config.num_kv_heads, repeat_kv
+        width = config.model_dim
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.c_q, self.c_k, self.c_v, self.proj = (
+            CastLinear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
+        self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = (layer(x).view(B, T, heads, -1).transpose(1, 2) for layer, heads in (
+            (self.c_q, self.heads), (self.c_k, self.kv_heads), (self.c_v, self.kv_heads)))
+        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
+        q = q * self.q_gain.to(q.dtype)[:, None, None]
+        y = causal_attention(q, k, v, self.repeat_kv)
+        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+
+class MLP(nn.Module):
+    """Two linear layers with a squared ReLU between them (arXiv:2109.08668)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.fc = CastLinear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = CastLinear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.relu(self.fc(x)).square())
+
+class Block(nn.Module):
+    """Attention and MLP on a residual stream into which the first embedding x0 is mixed again."""
+
+    def __init__(self, config: Config, repeat_kv: bool):
+        super().__init__()
+        self.attn, self.mlp = Attention(config, repeat_kv), MLP(config)
+        ones = torch.ones(config.model_dim)
+        self.attn_scale, self.mlp_scale = nn.Parameter(ones.clone()), nn.Parameter(ones.clone())
+        self.resid_mix = nn.Parameter(torch.stack((ones, torch.zeros_like(ones))))
+
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mix = self.resid_mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x), cos, sin)
+        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
+
+class GPT(nn.Module):
+    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
+    Weights are float32 but for the embedding, which is bfloat16 in a bfloat16 run; activations are
+    in the compute type. Tensor names are a contract: checkpoints are exchanged under them."""
+
+    def __init__(self, config: Config, repeat_kv: bool = False):
+        super().__init__()
+        self.config, self.compute_dtype = config, getattr(torch, config.dtype)
+        # The order of the draws decides what a seed means.
+        vocab_rows = -(-config.vocab_size // config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(vocab_rows, config.model_dim)
+        self.blocks = nn.ModuleList(Block(config, repeat_kv) for _ in range(config.num_layers))
+        tied, shape = config.tie_embeddings, (config.model_dim, vocab_rows)
+        self.lm_head = None if tied else CastLinear(*shape, bias=False)
+        skips = min(config.num_layers // 2, config.num_layers - config.num_layers // 2)
+        self.skip_weights = nn.Parameter(torch.ones(skips, config.model_dim))
+        half = config.model_dim // config.num_heads // 2
+        frequencies = config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        if tied:
+            nn.init.normal_(self.tok_emb.weight, std=config.tied_embed_init_std)
+        projections = [half.proj for block in self.blocks for half in (block.attn, block.mlp)]
+        for layer in projections + ([] if tied else [self.lm_head]):
+            nn.init.zeros_(layer.weight)
+        if config.init == "gpt2":  # Radford et al. 2019: residual projections shrink with depth
+            for name, p in self.named_parameters():
+                if name.endswith(".weight"):
+                    depth = 2 * config.num_layers if ".proj." in name else 1
+                    nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+        if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
+            for tensor in (*self.parameters(), self.frequencies):
+                tensor.data.copy_(tensor.data.bfloat16())
+            self.tok_emb.bfloat16()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the last block makes of tokens (B, T) int64: (B, T, D) in the compute type."""
+        positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32)
+        angles = torch.outer(positions, self.frequencies)  # (T, C/2)
+        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+        x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
+        x = x0.view_as(x0)  # were it the same object, the first block would be compiled for itself
+        half, pushed = len(self.blocks) // 2, []
+        for i, block in enumerate(self.blocks):
+            if i >= half and pushed:
+                x = x + self.skip_weights[i - half].to(x.dtype) * pushed.pop()
+            x = block(x, x0, cos, sin)
+            if i < half:
+                pushed.append(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits (B, T, V) in the compute type from `hidden`'s (B, T, D)."""
+        head = self.tok_emb if self.lm_head is None else self.lm_head
+        logits = F.linear(rms_norm(x), head.weight.to(x.dtype))
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D)."""
+        return F.cross_entropy(self.logits(x).float().flatten(0, 1), targets.flatten())
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats (0-d float32) of targets (B, T) after tokens (B, T)."""
+        return self.loss(self.hidden(tokens), targets)
+
+    def flops_per_token(self) -> int:
+        """Of forward and backward: 6 per weight of a matrix product, and causal attention."""
+        products = {n: p.numel() for n, p in self.named_parameters() if n.endswith("weight")}
+        lookup = 0 if self.lm_head is None else products["tok_emb.weight"]
+        attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
+        return 6 * (sum(products.values()) - lookup + attention)
+
+def choose_attention(config: Config, device: torch.device) -> tuple[str, bool]:
+    """Leaves one attention kernel on: ATTN or else the first that runs the model's heads. Returns
+    its name and whether it needs key/value heads repeated, because it cannot group queries."""
+    if device.type == "mps":  # it has one kernel of its own, and no switches
+        return "math", True
+    cuda = torch.backends.cuda
+    switches = {"flash": cuda.enable_flash_sdp, "cudnn": cuda.enable_cudnn_sdp,
+                "efficient": cuda.enable_mem_efficient_sdp, "math": cuda.enable_math_sdp}
+    shape, dtype = (1, config.num_heads, 128, config.model_dim // config.num_heads), config.dtype
+    q = torch.zeros(shape, device=device, dtype=getattr(torch, dtype), requires_grad=True)
+    k = q.detach()[:, :config.num_kv_heads].requires_grad_()
+    for name in sorted(switches, key=lambda name: name != config.attn):
+        for other, switch in switches.items():
+            switch(other == name)
+        for repeat in (False, True):
+            try:
+                with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
+                    causal_attention(q, k, k, repeat).sum().backward()
+                return name, repeat
+            except RuntimeError:  # the math kernel, which is tried last, runs everywhere
+                pass
+
+# ---- Optimizers --------------------------------------------------------------------------------
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
+    """Newton-Schulz iteration in bfloat16 that moves the singular values of matrices (N, rows,
+    columns) close to 1 (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). The
+    products are computed in the type `compute` and rounded."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = updates.bfloat16()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    if tall := x.size(1) > x.size(2):
+        x = x.mT
+    for _ in range(steps):
+        x = x.to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
+        x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
+    return x.mT if tall else x
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised, all matrices of one shape in batched products; each
+    rank has a share of every shape, and the updates are gathered in bfloat16. Where `found_inf`
+    (0-d, 0 or 1) is 1, a step changes nothing."""
+
+    def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
+        super().__init__(groups, dict(momentum=config.muon_momentum))
+        self.steps, self.ranks, self.banks = config.muon_backend_steps, ranks, {}
+        self.found_inf = torch.zeros((), device=ranks.device)
+        # CPUs without bfloat16 units multiply it a thousand times slower than float32.
+        slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
+        self.compute = torch.float32 if slow else torch.bfloat16
+        for p in self.param_groups[0]["params"]:
+            self.banks.setdefault(p.shape, []).append(p)
+        for shape, params in self.banks.items():
+            momentum = torch.zeros(len(params), *shape, device=ranks.device)
+            self.banks[shape] = params, momentum
+            self.state |= {p: {"momentum_buffer": part} for p, part in zip(params, momentum)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group, skip, ranks = self.param_groups[0], self.found_inf.bool(), self.ranks
+        decay = torch.where(skip, 1.0, group["momentum"])
+        for shape, (params, momentum) in self.banks.items():
+            grads = torch.where(skip, 0.0, torch.stack([p.grad for p in params]))
+            momentum.mul_(decay).add_(grads)
+            share = -(-len(params) // ranks.world_size)  # the last ranks may have less, or nothing
+            part = slice(share * ranks.rank, share * (ranks.rank + 1))
+            updates = grads[part].add_(momentum[part], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            scale = max(1, shape[0] / shape[1]) ** 0.5 * (1 - self.found_inf)
+            updates = orthogonalize(updates, self.steps, self.compute) * scale.bfloat16()
+            updates = ranks.gather(updates.contiguous())[:len(params)].to(params[0].dtype)
+            if shrink := group["lr"] * group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - shrink * (1 - self.found_inf))
+            torch._foreach_add_(params, list(updates), alpha=-group["lr"])
+
+def build_optimizers(run: "Run") -> None:
+    """Gives the run optimizers without a past, and the loss scaling that only float16 needs. Adam
+    has embedding, head, vectors and control tensors, Muon the blocks' matrices, or AdamW has all;
+    each parameter is in exactly one group, whose base_lr is the rate before the schedule. Vectors
+    and control tensors have no weight decay (arXiv:1711.05101)."""
+    config, ranks = run.config, run.ranks
+    rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
+             "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
+    rates = rates if config.optimizer == "muon" else dict.fromkeys(rates, config.adam_lr)
+    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr, "weight_decay":
+                     config.weight_decay * (kind != "scalar")} for kind, lr in rates.items()}
+    for name, p in run.model.named_parameters():
+        control = matches(name, config.control_tensor_name_patterns)
+        matrix = p.ndim == 2 and name.startswith("blocks.") and not control
+        kind = "matrix" if matrix else "scalar"
+        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, kind)
+        groups[kind]["params"].append(p)
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=config.fused or None)
+    run.optimizers = [adam, *muon]
+    run.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+    run.faults = torch.full((config.skip_nonfinite + 1,), -1, device=ranks.device)
+
+def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
+    """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
+    training. With a cap on the wall clock the warmdown is planned in time, at the pace so far, and
+    the cosine (arXiv:1608.03983) ends with the steps or the time, whichever comes first."""
+    if step < (warmup := config.lr_warmup_steps):
+        return (step + 1) / warmup
+    cap_ms, left = config.max_wallclock_seconds * 1000, 1.0
+    if config.lr_schedule == "cosine":
+        done = (step - warmup) / max(1, config.iterations - warmup)
+        done = min(1.0, max(done, elapsed_ms / cap_ms if cap_ms else 0))
+        left = (1 + math.cos(math.pi * done)) / 2
+    elif config.warmdown_iters > 0 and cap_ms:
+        warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
+        left = min(1.0, max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9))
+    elif config.warmdown_iters > 0:
+        left = min(1.0, max(0, config.iterations - step) / config.warmdown_iters)
+    return config.min_lr + (1 - config.min_lr) * left
+
+def muon_momentum(config: Config, step: int) -> float:
+    """Muon's momentum in `step`: linear from its start to its final value, then constant."""
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, step / steps) if steps else 1.0
+    return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+
+def average(tensors: list[Tensor], ranks: Ranks) -> None:
+    """Averages tensors over the ranks, in place, with one exchange for each of their types."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors) if ranks.world_size > 1 else ():
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = ranks.reduce(torch.cat([t.flatten() for t in same])).div_(ranks.world_size)
+        for t, mean in zip(same, flat.split([t.numel() for t in same])):
+            t.copy_(mean.view_as(t))
+
+# ---- Evaluation --------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(run: "Run") -> dict[str, float]:
+    """Scores the validation split, each rank a range of its rows, summing in float64. Returns
+    val_loss, nats per token; val_bpb, bits per byte of the text as tokenized (the published
+    convention); and, where the tokenizer changes text, val_bpb_raw, per byte of the original."""
+    config, ranks, length = run.config, run.ranks, run.config.train_seq_len
+    rows = (len(run.val_tokens) - 1) // length
+    share = -(-rows // ranks.world_size)  # rows of a rank, in forwards of one shape
+    limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+    limit = min(limit, config.micro_batch_tokens) // length
+    batch = -(-share // -(-share // limit))
+    first, last = share * ranks.rank, min(rows, share * (ranks.rank + 1))
+    device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(first, last, batch):
+        stop = min(start + batch, last)
+        span = run.val_tokens[start * length:stop * length + 1].view(np.int16)
+        span = to_ids(torch.from_numpy(span), ranks.device)
+        inputs, targets = span[:-1].view(-1, length), span[1:].view(-1, length)
+        if missing := batch - len(inputs):
+            inputs = F.pad(inputs, (0, 0, 0, missing))
+            targets = F.pad(targets, (0, 0, 0, missing), value=-100)  # is left out of the mean
+        nats += run.model(inputs, targets).to(device).double() * (stop - start) * length
+    total = ranks.reduce(nats).item()
+    counts = {"val_bpb": run.val_bytes, "val_bpb_raw": run.val_raw_bytes}
+    bits = {name: total / math.log(2) / n for name, n in counts.items() if n is not None}
+    return {"val_loss": total / (rows * length), **bits}
+
+def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
+    """A score's fields for a log line; val_bpb_raw stands last, after all that parsers read."""
+    texts = [f"{name}:{value:.{digits}f}" for name, value in score.items()]
+    return " ".join(filter(None, (*texts[:2], between, *texts[2:])))
+
+# ---- Export and reading ------------------------------------------------------------------------
+INT8_FORMAT, INT8_PERCENTILE = "int8_clean_per_row_v1", 0.9999984
+PICKLED = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|"
+                     r"collections OrderedDict")  # what the pickle of a dict of tensors names
+
+def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
+    rows = tensor.float() if tensor.ndim == 2 else tensor.float().reshape(1, -1)
+    at, values = INT8_PERCENTILE * (rows.size(1) - 1), rows.abs()
+    top = values.topk(rows.size(1) - int(at)).values  # a partial sort; interpolated linearly
+    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], at - int(at))
+    scale = clip.clamp_min(1) / 127 if tensor.ndim == 2 else (clip / 127).where(clip > 0, 1)
+    torch.maximum(rows, -clip, out=values)  # with minimum three times as fast as clamp
+    torch.minimum(values, clip, out=values)
+    quantized = values.div_(scale).round_().to(torch.int8)  # clip / scale is 127 at most
+    scale = scale[:, 0].half() if tensor.ndim == 2 else scale.squeeze()
+    return quantized.view(tensor.shape), scale
+
+def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
+    """Returns the object of the int8 artifact and its payload in bytes: large float tensors as int8
+    with scales, small ones as float16, or float32 where a pattern asks for it."""
+    quantized, scales, dtypes, passthrough, qmeta, originals = ({} for _ in range(6))
+    for name, tensor in state.items():
+        t, dtype = tensor.detach().cpu().contiguous(), str(tensor.dtype).removeprefix("torch.")
+        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
+            (quantized[name], scales[name]), dtypes[name] = quantize_tensor(t), dtype
+            if t.ndim == 2:
+                qmeta[name] = {"scheme": "per_row", "axis": 0}
+            continue
+        keep = matches(name, config.int8_keep_float_fp32_name_patterns)
+        stored = torch.float32 if keep else torch.float16
+        passthrough[name] = t.to(stored) if t.is_floating_point() else t
+        if passthrough[name].dtype != t.dtype:
+            originals[name] = dtype
+    payload = sum(t.nbytes for part in (quantized, scales, passthrough) for t in part.values())
+    return {"__quant_format__": INT8_FORMAT, "quantized": quantized, "scales": scales,
+            "dtypes": dtypes, "passthrough": passthrough, "qmeta": qmeta,
+            "passthrough_orig_dtypes": originals}, payload
+
+def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an int8 artifact. ValueError: one that is wanted has no sound values."""
+    state = dict(artifact["passthrough"])
+    for name, quantized in artifact["quantized"].items():
+        rows, scale = quantized.shape[:1] if quantized.ndim == 2 else (), artifact["scales"][name]
+        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
+                and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = scale.float()
+        require(bool(((scale > 0) & scale.isfinite()).all()), f"{name} has no sound scales")
+        state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
+    return state
+
+def read_archive(data: bytes):
+    """What torch.save wrote into `data`, as data: no code is run, nothing inflates, and every entry
+    is as its checksum says. Torch reads a copy, so that it sees the entries that were looked at.
+    Many kinds of errors: it is something else."""
+    clean = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(clean, "w") as copy:
+        entries = archive.infolist()
+        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
+        for entry in entries:
+            content = archive.read(entry)
+            if entry.filename.endswith("/data.pkl"):
+                names = {name for op, name, _ in pickletools.genops(content) if op.name == "GLOBAL"}
+                require(all(map(PICKLED.fullmatch, names)), f"it names more than tensors: {names}")
+            copy.writestr(entry.filename, content)
+    clean.seek(0)
+    return torch.load(clean, map_location="cpu", weights_only=True)
+
+def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """ValueError: names or shapes differ, or one is no tensor of numbers like the wanted one."""
+    names = found.keys() ^ wanted.keys()
+    require(not names, f"it lacks, or should not have, {', '.join(map(str, sorted(names)[:3]))}")
+    for name, like in wanted.items():
+        t = found[name]
+        require(isinstance(t, Tensor) and t.shape == like.shape
+                and t.is_floating_point() == like.is_floating_point(),
+                f"{name} is not the {like.dtype} {tuple(like.shape)} that this model has")
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copies a state dict, an int8 artifact or the weights of a checkpoint into the model.
+    ValueError: it is none, damaged, of another model, or larger than one of this can be."""
+    wanted = model.state_dict()
+    limit = 4 * sum(t.nbytes for t in wanted.values()) + 4096 * len(wanted) + (1 << 20)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+        if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(data, limit + 1)
+            require(inflater.eof or len(data) > limit, "it ends too early")
+        require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
+        state = read_archive(data)
+        if state.get("__quant_format__") == INT8_FORMAT:
+            state = dequantize(state, wanted)
+        elif "tensors" in state:
+            state = {name.removeprefix("model."): t for name, t in state["tensors"].items()
+                     if name.startswith("model.")}
+        check_tensors(state, wanted)
+        model.load_state_dict(dict(state))  # without what a state dict may say about itself
+    except Exception as error:  # what is hostile or damaged fails in many ways
+        raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes under a temporary name and renames, so that `path` is never half a file, even after a
+    loss of power. OSError: nothing was written, and how to go on."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}; if CHECKPOINT_EVERY is set, "
+                      "RESUME=auto goes on from the latest checkpoint") from None
+
+def saved(value) -> bytes:
+    """What torch.save writes."""
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+def export(run: "Run", source: str) -> None:
+    """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
+    log, folder, code = run.log, Path(run.config.out_dir), source.encode("utf-8")
+    if run.ranks.rank == 0:
+        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
+        artifact, payload = quantize(state, run.config)
+        raw = saved(artifact)
+        with ThreadPoolExecutor(1) as thread:  # the disk and the compressor work at the same time
+            packed = thread.submit(zlib.compress, raw, 9)
+            write_whole(folder / "final_model.pt", floats := saved(state))
+            data = packed.result()
+        log.line(f"Serialized model: {len(floats)} bytes")
+        log.line(f"Code size: {len(code)} bytes")
+        log.line(f"Total submission size: {len(floats) + len(code)} bytes")
+        write_whole(folder / "final_model.int8.ptz", data)
+        ratio = sum(t.nbytes for t in state.values()) / payload
+        log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
+                 f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
+        log.line(f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
+        log.event("export", step=run.step, model_bytes=len(floats), code_bytes=len(code),
+                  code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
+                  artifact_bytes=len(data), artifact_sha256=sha256(data).hexdigest())
+        load_weights(run.model, folder / "final_model.int8.ptz")
+    for p in run.model.parameters():  # only the main rank is sure to see the file
+        run.ranks.reduce(p.data if run.ranks.rank == 0 else p.data.zero_())
+    started = run.ranks.now_ms()
+    score = evaluate(run)
+    eval_ms = run.ranks.now_ms() - started
+    log.line(f"final_int8_zlib_roundtrip {score_text(score, 4, f'eval_time:{eval_ms:.0f}ms')}")
+    log.line(f"final_int8_zlib_roundtrip_exact {score_text(score, 8)}")
+    log.event("final", step=run.step, **score, eval_time_ms=eval_ms)
+
+# ---- Checkpoints and faults --------------------------------------------------------------------
+# A checkpoint is RUN_ID_STEP_DIGEST.pt: a dict as torch.save writes it, named by its sha256.
+CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
+
+def find_checkpoints(config: Config, ending: str = "") -> list[Path]:
+    """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first. Those
+    that a killed process has left unfinished have the `ending` ".tmp"."""
+    folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
+    names = [(path, CHECKPOINT_NAME.fullmatch(path.name.removesuffix(ending)))
+             for path in folder.glob("*.pt" + ending)]
+    found = [path for path, name in names if name and config.run_id in ("", name[1])]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+def read_checkpoint(path: Path) -> dict:
+    """ValueError: the file is not whole, or is no checkpoint."""
+    try:
+        data, name = path.read_bytes(), CHECKPOINT_NAME.fullmatch(path.name)
+        digest = sha256(data).hexdigest()
+        require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
+                "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
+        state = read_archive(data)
+        require(state["format"] in (1,), "its format is not 1")
+        plain = (*state["config"].values(), *state["shards"], *state["config"])
+        require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
+        return state
+    except Exception as error:  # what is hostile or damaged fails in many ways
+        raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
+
+def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
+    """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
+    ValueError: the named one is not whole."""
+    path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
+    state = None
+    searches = config.resume == "auto" and ranks.rank == 0
+    for candidate in find_checkpoints(config) if searches else ():
+        try:
+            path, state = candidate, read_checkpoint(candidate)
+            break
+        except ValueError as error:
+            lines.append(f"warning: {error}")
+    if ranks.world_size > 1:  # all go on from the one that the main rank found
+        dist.broadcast_object_list(choice := [path])
+        path = choice[0]
+    return path, read_checkpoint(path) if path and not state else state, lines
+
+def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
+    """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
+    now, then = asdict(config), state["config"]
+    fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
+    changed = [f"{name.upper()} was {then.get(name)!r} and is {now[name]!r}" for name in fixed
+               if then.get(name) != now[name]]
+    if loader and state["shards"] != loader.fingerprint():
+        changed.append(f"DATA_PATH={config.data_path!r} has other training shards")
+    require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
+
+def state_tensors(run: "Run") -> dict[str, Tensor]:
+    """The live tensors of model and optimizers, by name. All ranks have the same."""
+    tensors = {f"model.{name}": t for name, t in run.model.state_dict().items()}
+    for kind, optimizer in zip(("adam", "muon"), run.optimizers):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors |= {f"{kind}.{i}.{name}": t for i, p in enumerate(params)
+                    for name, t in optimizer.state.get(p, {}).items()}
+    return tensors
+
+def save_checkpoint(run: "Run") -> None:
+    """Copies the state of the run to host memory; a thread writes it, and then deletes all but the
+    KEEP_CHECKPOINTS newest of the run. What is not finite, or comes after a fault that ends the
+    run, is not saved."""
+    finite = run.ranks.rank or nn.utils.get_total_norm(list(run.model.parameters())).isfinite()
+    if run.ranks.rank > 0 or run.faults[-1] >= 0 or not finite:
+        return
+    state = {"format": 1, "step": run.step, "time_ms": run.time_ms, "config": asdict(run.config),
+             "position": run.loader.position, "shards": run.loader.fingerprint(),
+             "scaler": run.scaler.state_dict(), "random": torch.get_rng_state(),
+             "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
+
+    def write() -> None:
+        config, data = run.config, saved(state)
+        folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
+        name = f"{config.run_id}_{state['step']:08d}_{sha256(data).hexdigest()[:16]}.pt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, data)
+            others = [path for path in find_checkpoints(config) if path.name != name]
+            for old in others[config.keep_checkpoints - 1:] + find_checkpoints(config, ".tmp"):
+                old.unlink()
+            run.log.event("checkpoint", step=state["step"], file=name, bytes=len(data))
+        except (OSError, MemoryError) as error:
+            run.log.line(f"warning: no checkpoint of step {state['step']}: {error}")
+
+    if run.writer:
+        run.writer.join()
+    run.writer = Thread(target=write)
+    run.writer.start()
+
+def restore(run: "Run", state: dict, path: Path) -> None:
+    """Puts the run where the checkpoint was made. ValueError: its tensors are not of this run."""
+    for p in run.model.parameters():
+        p.grad = torch.zeros_like(p)
+    run.optimizers[0].step()  # makes Adam's tensors, which are then replaced
+    run.model.zero_grad(set_to_none=True)
+    wanted = state_tensors(run)
+    try:
+        check_tensors(state["tensors"], wanted)
+        for name, t in wanted.items():
+            t.copy_(state["tensors"][name])
+        run.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["random"])
+        run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
+        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf
+                and 0 <= int(state["position"]) < 1 << 62, "step, clock or position cannot be")
+        if run.loader:
+            run.loader.position = int(state["position"])
+    except Exception as error:  # what is hostile fails in many ways
+        raise ValueError(f"checkpoint {path} is of no run like this one: {error}") from None
+    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path))
+    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {path}")
+
+def check_faults(run: "Run", known: int) -> int:
+    """Logs the steps that were left out since there were `known` ones; returns how many there are.
+    FloatingPointError: more than SKIP_NONFINITE."""
+    steps = [step for step in run.faults.tolist() if step >= 0]
+    for step in steps[known:]:
+        batch = run.loader.batch_of(run.step - step)
+        run.log.event("nonfinite", step=step + 1, batch=batch)
+        text = (f"nonfinite: loss or gradient of step:{step + 1} is not finite: the weights stay "
+                f"as they were; its batch starts in {batch[0][0]} at token {batch[0][1]}")
+        run.log.line(text)
+    if len(steps) > run.config.skip_nonfinite:
+        raise FloatingPointError(f"{text} (all of it: logs/{run.config.run_id}.jsonl). Checkpoints "
+                                 f"stay good; SKIP_NONFINITE=N would leave out N such steps")
+    return len(steps)
+
+def catch_signals(run: "Run") -> None:
+    """Lets SIGTERM and SIGINT end the run after a step and a checkpoint; a second one ends it now,
+    unless it comes at once: launchers repeat what a terminal has sent to all."""
+    def handle(number: int, _, first=[]) -> None:
+        if first and time.monotonic() > first[0] + 2:
+            os._exit(128 + number)
+        first.append(time.monotonic())
+        run.signal = run.signal or number
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+# ---- Training ----------------------------------------------------------------------------------
+@dataclass
+class Run:
+    """What a run is made of."""
+    config: Config
+    ranks: Ranks
+    log: RunLog
+    model: GPT
+    loader: TokenLoader | None
+    val_tokens: np.ndarray
+    val_bytes: int
+    val_raw_bytes: int | None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    scaler: torch.amp.GradScaler | None = None
+    faults: Tensor | None = None  # steps that were left out, then -1; int64 (SKIP_NONFINITE + 1,)
+    step: int = 0  # steps done
+    time_ms: float = 0.0  # on the training clock
+    signal: int = 0  # that asks this process to stop
+    writer: Thread | None = None  # of the latest checkpoint
+    checkpoint: tuple[dict, Path] | None = None  # to go on from
+
+def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
+    """One update, or none where the loss or a gradient is not finite; the device decides that, so
+    that the host need not wait. Returns the mean loss over the ranks and the global norm of the
+    averaged gradients, both 0-d float32 on the device. `micro_batches` leaves out the others."""
+    config, loss_sum = run.config, 0.0
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+        group["lr"] = group["base_lr"] * factor
+        if "momentum" in group:
+            group["momentum"] = muon_momentum(config, run.step)
+    inputs, targets = run.loader.next_batch()
+    rows = config.micro_batch_tokens // config.train_seq_len
+    for x, y in list(zip(inputs.split(rows), targets.split(rows)))[:micro_batches]:
+        loss = run.model(x, y) * (len(x) / len(inputs))
+        run.scaler.scale(loss).backward()
+        loss_sum = loss_sum + loss.detach()
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    average([*grads, loss_sum], run.ranks)
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
+    if config.grad_clip_norm > 0:  # an overflow is infinite; it must not make NaN of the rest
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
+    # In float16 gradients overflow now and then; the scaler leaves such steps out by itself.
+    finite = (loss_sum if config.dtype == "float16" else loss_sum + norm).isfinite()
+    free = (run.faults < 0) & ((run.faults < 0).cumsum(0) == 1)
+    run.faults = torch.where(free & ~finite, run.step, run.faults)
+    skip = ~finite | (run.faults[-1] >= 0)  # too many: nothing is touched any more
+    for optimizer in run.optimizers:
+        if config.fused:
+            optimizer.found_inf = skip.float()
+        if config.fused or not skip:  # other Adams have no mask, so the host must wait
+            run.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    run.scaler.update()
+    return loss_sum, norm
+
+def warm_up(run: Run) -> None:
+    """Runs WARMUP_STEPS steps of one micro-batch, so that first calls are off the clock, then puts
+    weights, optimizer state and loader back to the start."""
+    initial = {name: t.clone() for name, t in run.model.state_dict().items()}
+    for step in range(1, (steps := run.config.warmup_steps) + 1):
+        train_step(run, 1.0, micro_batches=1)
+        if steps <= 20 or step % 10 == 0 or step == steps:
+            run.log.line(f"warmup_step:{step}/{steps}")
+    run.model.load_state_dict(initial)
+    build_optimizers(run)
+    run.loader.position = 0
+
+def train(run: Run) -> int:
+    """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
+    0. The training clock is the time since `origin`, which validations move by what they take. The
+    ranks agree on it and on signals, and wait for their devices, every tenth step, near the cap and
+    where steps are slow; in between it goes on at its pace, so that all stop at the same step."""
+    config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
+    cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
+    logged = agreed = (run.step, run.time_ms)
+    origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
+    amount, by_time = float(every.rstrip("s")), every.endswith("s")
+    saved = time.monotonic() if by_time else run.step
+    started, asked, faults = run.step, 0, 0
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
+    while True:
+        last = run.time_ms >= cap_ms or run.step >= config.iterations
+        if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
+            paused = ranks.now_ms()
+            score, val_ms = evaluate(run), paused - origin
+            times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(run.step, 1):.2f}ms"
+            log.line(f"step:{run.step}/{config.iterations} {score_text(score, 4, times)}")
+            log.event("val", step=run.step, **score, train_time_ms=val_ms)
+            gc.collect()
+            origin += ranks.now_ms() - paused
+        if last:
+            break
+        factor, log_every = lr_factor(config, run.step, run.time_ms), config.train_log_every
+        log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
+        before = int(run.loader.epochs())
+        loss, norm = train_step(run, factor)
+        run.step, run.time_ms = run.step + 1, run.time_ms + pace
+        if run.loader.epochs() >= before + 1 and not config.overfit:
+            log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
+                     f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
+        ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
+        slow = ranks.device.type == "cpu" or pace > 1000 or run.step == started + 1
+        if log_this or ended or near or slow or run.step % 10 == 0:
+            run.time_ms, asked = ranks.largest(ranks.now_ms() - origin, run.signal)
+            pace = (run.time_ms - agreed[1]) / (run.step - agreed[0])
+            agreed, faults = (run.step, run.time_ms), check_faults(run, faults)
+        stopped, left = run.time_ms >= cap_ms, cap_ms - run.time_ms
+        eta = max(0.0, min(left, (config.iterations - run.step) * run.time_ms / run.step)) / 1000
+        if log_this or stopped:
+            mean_loss = loss.item()
+            log_step(run, eta, logged, mean_loss, norm.item())
+            logged = agreed
+        log.progress(f"step {run.step} loss {mean_loss:.4f} eta {eta / 60:.1f}m")
+        now = time.monotonic() if by_time else run.step
+        if asked or (amount and (stopped or ended or now - saved >= amount)):
+            save_checkpoint(run)
+            saved = now
+        if asked:
+            if run.writer:  # a launcher ends all ranks as soon as one has left
+                run.writer.join()
+            log.line(f"stopped: signal {asked:.0f} after step:{run.step}; RESUME=auto goes on")
+            break
+    gc.enable()
+    if run.step < config.iterations and not asked:
+        text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
+        log.line(f"stopping_early: wallclock_cap {text}")
+    if run.loader:
+        epochs, unique, tokens = run.loader.epochs(), run.loader.unique_tokens(), run.loader.tokens
+        log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
+        log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
+    log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
+    return int(asked)
+
+def compile_model(run: Run) -> None:
+    """Compiles the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
+    and runs as fast. Where the compiler fails, it warns and the model stays eager."""
+    model, on_cuda = run.model, run.ranks.device.type == "cuda"
+    rows = run.config.micro_batch_tokens // run.config.train_seq_len
+    inputs, targets = run.loader.next_batch()
+    for part in [model] if on_cuda else model.blocks:
+        part.compile(dynamic=False, fullgraph=True)
+    if not on_cuda:
+        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    try:
+        model(inputs[:rows], targets[:rows]).backward()
+    except Exception as error:  # compilers fail in many ways
+        torch.compiler.set_stance("force_eager")
+        run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
+    run.ranks.largest(0)  # waits for all
+    run.loader.position = 0
+    model.zero_grad(set_to_none=True)
+
+def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
+    """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
+    on_cuda, on_cpu = (ranks.device.type == kind for kind in ("cuda", "cpu"))
+    builds = on_cpu and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    builds = not any(ranks.largest(not builds))  # on all machines, for compiling waits for all
+    auto = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else "float32",
+            "compile": "1" if on_cuda or builds else "0"}
+    auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
+    resumed = checkpoint and CHECKPOINT_NAME.fullmatch(checkpoint.name)[1]
+    auto |= {"device": ranks.device.type, "run_id": config.run_id or resumed or new_run_id()}
+    accum, tokens = split_batch(config, ranks.world_size)
+    span, length = tokens // (accum * ranks.world_size), config.train_seq_len
+    size = config.model_dim * getattr(torch, auto.get("dtype", config.dtype)).itemsize
+    # Activations of 2 MB stay in a CPU's cache.
+    limit = config.micro_batch_tokens or ((1 << 21) // size if on_cpu else span)
+    rows = accum * span // length
+    rows = next(n for n in range(max(1, min(rows, limit // length)), 0, -1) if rows % n == 0)
+    config = replace(config, grad_accum_steps=accum, train_batch_tokens=tokens,
+                     micro_batch_tokens=rows * length, **auto,
+                     fused=config.fused and ranks.device.type != "mps")
+    attn, repeat_kv = choose_attention(config, ranks.device)
+    return replace(config, attn=attn), repeat_kv
+
+def set_up(config: Config, overrides: dict, source: str) -> Run:
+    """Finds every mistake that can be found before training, opens the log and builds the run."""
+    ranks = start_ranks(config)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    path, state, notes = find_resumable(config, ranks)
+    config, repeat_kv = resolve(config, ranks, path)
+    kind, *validation = load_validation(config)
+    loader = TokenLoader(config, ranks) if config.iterations else None
+    if state:
+        check_settings(config, loader, state, path)
+    torch.manual_seed(config.seed)
+    model = GPT(config, repeat_kv)
+    if config.init_from and not state:
+        load_weights(model, config.init_from)
+    model.to(ranks.device)
+    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+    require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
+    run = Run(config, ranks, RunLog(config, ranks, source), model, loader, *validation)
+    run.checkpoint = (state, path) if state else None
+    announce(run, kind, repeat_kv, overrides)
+    for note in notes:
+        run.log.line(note)
+    if loader and config.compile == "1":
+        compile_model(run)
+    build_optimizers(run)
+    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
+        run.log.line(f"parameters:{group['kind']} lr:{group['lr']} weight_decay:"
+                     f"{group['weight_decay']} tensors:{len(group['params'])} numbers:"
+                     f"{sum(p.numel() for p in group['params'])}")
+    return run
+
+def announce(run: Run, kind: str, repeat_kv: bool, overrides: dict) -> None:
+    """Logs what the run is about to do, in the lines that parsers of the field know."""
+    c, attn = run.config, {"efficient": "mem_efficient"}.get(run.config.attn, run.config.attn)
+    settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
+    backends = " ".join(f"{x}={x == attn}" for x in ("cudnn", "flash", "mem_efficient", "math"))
+    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
+    pattern = str(find_shards(c, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
+    run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
+                  world_size=run.ranks.world_size, threads=torch.get_num_threads(),
+                  val_tokens=len(run.val_tokens) - 1, val_bytes=run.val_bytes,
+                  val_raw_bytes=run.val_raw_bytes)
+    run.log.line(f"""val_bpb:enabled tokenizer_kind={kind} tokenizer_path={c.tokenizer_path}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
+loader:{c.loader}
+val_loader:shards pattern={pattern} tokens:{len(run.val_tokens) - 1}
+model_params:{sum(p.numel() for p in run.model.parameters())}
+world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
+dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
+sdp_backends:{backends} repeated_kv_heads={repeat_kv}
+attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
+tie_embeddings:{c.tie_embeddings} embed_lr:{c.tied_embed_lr if c.tie_embeddings else c.embed_lr} \
+head_lr:{0.0 if c.tie_embeddings else c.head_lr} matrix_lr:{c.matrix_lr} scalar_lr:{c.scalar_lr}
+train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
+iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
+max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
+seed:{c.seed}
+config:{json.dumps({**settings, "overrides": overrides})}""")
+
+def main() -> None:
+    """One run: set up, warm up, train, export, score what was exported."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        for f in fields(Config):
+            default, unit = int(f.default) if f.type is bool else f.default, f.metadata["unit"]
+            print(f"{f.name.upper()}={default}\n    {f.metadata['help']}", f"[{unit}]" * bool(unit))
+        return
+    source, name = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name
+    try:
+        run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
+        catch_signals(run)
+        if run.loader:
+            warm_up(run)
+        if run.checkpoint:
+            restore(run, *run.checkpoint)
+            run.checkpoint = None  # it takes as much memory as the run itself
+        asked = train(run)
+        if not asked:
+            export(run, source)
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"{name}: {error}")
+    except RuntimeError as error:
+        where, text = f"{name}: rank {os.environ.get('RANK', '0')}", str(error)
+        if "out of memory" in text or "t allocate memory" in text:
+            sys.exit(f"{where}: {text[:400]}\nFor less memory: a smaller MICRO_BATCH_TOKENS, "
+                     "TRAIN_SEQ_LEN, MODEL_DIM or NUM_LAYERS, or COMPILE=1")
+        if dist.is_initialized() and any(word in text for word in ("gloo", "NCCL", "Connection")):
+            sys.exit(f"{where} has lost another rank, which the launcher names: {text}")
+        raise
+    if dist.is_initialized():
+        dist.barrier()  # gloo aborts in a rank whose peer has left
+        dist.destroy_process_group()
+    if asked:
+        sys.exit(128 + asked)
+
+if __name__ == "__main__":
+    main()
