@@ -61,16 +61,16 @@ def test_the_seed_alone_makes_the_initial_weights():
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("dtype, ranks, tolerance", [("bfloat16", 0, 0.03), ("float32", 2, 3e-4)])
-def test_a_bfloat16_run_and_two_ranks_stay_close_to_it(tmp_path, expected, dtype, ranks, tolerance):
-    """In the first 6 steps, with a short validation, for all would take the suite beyond its five minutes."""
+def test_two_ranks_in_bfloat16_stay_close_to_it(tmp_path, expected):
+    """In the first 6 steps, with a short validation, for all would take the suite beyond its five minutes; that two ranks
+    compute in float32 what one does is tested on a smaller model."""
     short = tmp_path / "ds"
     short.mkdir()
     for path in (GOLDEN / "ds").glob("*_train_*.bin"):
         (short / path.name).symlink_to(path)
     val = next((GOLDEN / "ds").glob("*_val_*.bin"))
     write_shard(short / val.name, train_gpt.open_shard(val)[:16385])
-    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", f"DTYPE={dtype}", "VAL_LOSS_EVERY=0",
-                      "ITERATIONS=6", "WARMDOWN_ITERS=0", f"DATA_PATH={short}", ranks=ranks)
+    seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}", "DTYPE=bfloat16", "VAL_LOSS_EVERY=0",
+                      "ITERATIONS=6", "WARMDOWN_ITERS=0", f"DATA_PATH={short}", ranks=2)
     losses = [event["train_loss"] for event in seen if event["event"] == "train"]
-    assert losses == pytest.approx(expected["train_loss"][:6], abs=tolerance) and len(losses) == 6
+    assert losses == pytest.approx(expected["train_loss"][:6], abs=0.03) and len(losses) == 6
