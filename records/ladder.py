@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from submit import hardware  # noqa: E402
-from verify import ROOT  # noqa: E402
+from verify import ROOT, read_events  # noqa: E402
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
@@ -107,7 +107,7 @@ def check_rungs(folder: Path) -> list[str]:
     about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
     found, codes = [], set()
     for number, (name, settings, ranks) in enumerate(rung_settings(about["shape"], about["extra"])[:len(about["rungs"])], 1):
-        events = [json.loads(line) for line in (folder / f"rung{number:02d}.jsonl").read_text(encoding="utf-8").splitlines()]
+        events = read_events(folder / f"rung{number:02d}.jsonl")
         then = {key: value for key, (value, _) in events[0]["overrides"].items() if key not in ("RUN_ID", "OUT_DIR")}
         if then != settings or events[0]["world_size"] != ranks or about["rungs"][number - 1:number] != [name]:
             found.append(f"rung{number:02d}.jsonl has not run with what the rung {name!r} sets")
@@ -120,7 +120,7 @@ def check_rungs(folder: Path) -> list[str]:
 
 def measure(path: Path) -> dict:
     """Of one rung's log: times of the steps after the first ten, speed, memory, losses, what it ran with."""
-    events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    events = read_events(path)
     start, trained = events[0], [event for event in events if event["event"] == "train"]
     clock = [event["train_time_ms"] for event in trained]
     times = sorted(after - before for before, after in zip(clock[SKIPPED - 1:], clock[SKIPPED:]))

@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "logs")]
 
 import plot  # noqa: E402
-from verify import (ABSOLUTE, FOLDER, ROOT, RULE, SAME_RUN, Findings, check_base, claims_of, load_track,  # noqa: E402
-                    read_folder, verify_record)
+from verify import (ABSOLUTE, FOLDER, ROOT, RULE, SAME_RUN, UNSAFE, Findings, check_base, claims_of,  # noqa: E402
+                    load_track, read_events, read_folder, verify_record)
 
 NOTES = "\n## Notes\n"
 AUTHORED = ("name", "author", "github_id", "date", "track", "division", "blurb", "base", "hardware", "command")
@@ -109,7 +109,7 @@ def collect(folder: Path, run_ids: list[str]) -> None:
         for path in (text, log):
             if not path.is_file():
                 raise ValueError(f"{path.relative_to(ROOT)} is missing: is {run_id!r} the RUN_ID of a finished run?")
-        events = {event["event"]: event for event in map(json.loads, log.read_text(encoding="utf-8").splitlines())}
+        events = {event["event"]: event for event in read_events(log)}
         if "final" not in events:
             raise ValueError(f"logs/{run_id}.jsonl has no final score: the run has not finished")
         config = events["config"]["config"]
@@ -159,7 +159,7 @@ def preflight(options, settings: dict[str, str], seeds: int, ranks: int = 1) -> 
     limit = min(track.get("max_world_size", ranks), track.get("max_threads", ranks))
     problems.check(ranks <= limit, f"--ranks {ranks} is more than the track's {limit}")
     for name in ("author", "github", "hardware"):
-        problems.check(not re.search(r"[|\n\r<>]", getattr(options, name)), f"--{name} has a line end, or one of | < >")
+        problems.check(not UNSAFE.search(getattr(options, name)), f"--{name} has a line end, or one of | < >")
     limit = track.get("max_train_seconds")
     problems.check(limit is None or 0 < float(settings.get("MAX_WALLCLOCK_SECONDS", 600)) <= limit,
                    f"MAX_WALLCLOCK_SECONDS has to be between 0 and the track's {limit}")
@@ -216,13 +216,12 @@ def main() -> None:
             log = ROOT / "logs" / f"{options.runs[0]}.jsonl"
             if not log.is_file():
                 raise ValueError(f"logs/{log.name} is missing: is {options.runs[0]!r} the RUN_ID of a finished run?")
-            overrides = json.loads(log.read_text(encoding="utf-8").splitlines()[0])["overrides"]
-            texts = {name: text for name, (text, _) in overrides.items()}
+            texts = {name: text for name, (text, _) in read_events(log)[0]["overrides"].items()}
             folder = preflight(options, texts, len(options.runs))
             submit(options, folder, options.runs, options.command or "python train_gpt.py " + shlex.join(
                 f"{name}={text}" for name, text in texts.items() if name not in SAME_RUN))
         report(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, LookupError) as error:
         sys.exit(f"submit.py: {error}")
 
 

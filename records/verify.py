@@ -40,6 +40,7 @@ LINES = {  # numbers of the text log that the events have, too
     "world_size": (r"world_size:(\d+)", lambda start, export, final: (str(start["world_size"]),)),
     "val_tokens": (r"val_loader:shards .* tokens:(\d+)", lambda start, export, final: (str(start["val_tokens"]),))}
 ABSOLUTE = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
+UNSAFE = re.compile(r"[|\n\r<>]")  # what a field of one line in a Markdown table cannot have
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # what a script may import besides Python's library
 # What may differ between the seeds of a record: names, and how often something is written.
 SAME_RUN = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "TRACKERS"}
@@ -183,7 +184,8 @@ def summary_of(folder: Path, name: str, events: list, versions: str, lines: list
     return {"seed": settings["SEED"], "settings": settings, "losses": [e["train_loss"] for e in trained],
             "val_loss": final["val_loss"], "val_bpb": final["val_bpb"], "val_bpb_raw": final.get("val_bpb_raw"),
             "val_bpb_before_export": kinds["val"]["val_bpb"], "steps": final["step"],
-            "train_seconds": kinds["val"]["train_time_ms"] / 1000, "last_step_began": ends[-1] - 2 * last_step if ends else 0.0,  # an estimate
+            "train_seconds": kinds["val"]["train_time_ms"] / 1000,
+            "last_step_began": ends[-1] - 2 * last_step if ends else 0.0,  # at the earliest; steps differ
             "eval_seconds": final["eval_time_ms"] / 1000, "wall_seconds": final["elapsed_s"],
             "artifact_bytes": export["artifact_bytes"], "artifact_sha256": export["artifact_sha256"],
             "code_bytes": export["code_bytes"], "code_sha256": export["code_sha256"],
@@ -403,7 +405,7 @@ def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, found: Find
         result = subprocess.run([sys.executable, (folder / "train_gpt.py").resolve(), *arguments], cwd=place, env=clean,
                                 capture_output=True, text=True, check=False)
         log = Path(place, "logs", "rerun.jsonl")
-        events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+        events = read_events(log) if log.is_file() else []
         scored = next((event for event in events if event["event"] == "val" and event["step"] == 0), None)
     if not found.check(scored is not None, f"seed {seed['seed']}: the rerun failed: {(result.stderr or result.stdout)[-300:]}"):
         return f"seed {seed['seed']}: not scored"
@@ -448,7 +450,7 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
     found.check(said["track"] == folder.parent.name and folder.name == f"{said['date']}_{said['name']}",
                 f"submission.json is of {said['track']}/{said['date']}_{said['name']}, not of {folder.parent.name}/{folder.name}")
     for key in ("name", "author", "github_id", "date", "division", "base", "hardware", "command"):
-        found.check(not re.search(r"[|\n\r<>]", said[key]), f"submission.json: {key} has a line end, or one of | < >")
+        found.check(not UNSAFE.search(said[key]), f"submission.json: {key} has a line end, or one of | < >")
     computed = claims_of(track, seeds, check_base(folder, said, found))
     for key, value in computed.items():
         compare(said.get(key), value, f"submission.json: {key}", found)
@@ -495,7 +497,6 @@ def record_folders() -> list[Path]:
 def print_counts(options) -> None:
     """A row for each length, as track.json has it, computed from a data set."""
     sys.path.insert(0, str(ROOT))
-    import sentencepiece  # noqa: F401
     import train_gpt
     manifest = json.loads((options.counts / "manifest.json").read_text(encoding="utf-8"))
     rows = {}
