@@ -28,7 +28,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -377,7 +377,7 @@ def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> 
     peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
     mfu = None if peak is None or config.dtype == "float32" else (
         rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
-    average, epoch = time_ms / step, run.loader.epochs()
+    average, epoch = time_ms / step, run.loader.epochs(step)
     run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=average,
                   lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=eta,
                   epoch=epoch)
@@ -420,101 +420,93 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 class TokenLoader:
-    """The training shards in name order as one endless sequence, read a step ahead by a thread. The
-    whole state is `position`, the same on all ranks. It counts tokens, of which a step takes spans,
-    GRAD_ACCUM_STEPS for each rank, a token longer than their inputs. With LOADER=shuffled it counts
-    rows: all rows of TRAIN_SEQ_LEN tokens in an order drawn anew for each epoch, of which a step
-    takes the next ones, whatever the world size."""
+    """The training shards in name order as one endless sequence of tokens. What a step reads follows
+    from its number alone. A piece is a token longer than its inputs: with LOADER=sequential the
+    pieces are consecutive spans, GRAD_ACCUM_STEPS a step for each rank; with LOADER=shuffled they
+    are rows of TRAIN_SEQ_LEN tokens, in an order that is drawn anew for every epoch."""
 
     def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks, self.position, length = config, ranks, 0, config.train_seq_len
-        self.files, self.order = find_shards(config, "train"), (-1, None)
-        self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
+        self.config = config
+        self.ranks = ranks
+        self.files = find_shards(config, "train")
+        self.shards = [open_shard(path) for path in self.files]  # ids are checked when they are read
         self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.tokens = self.epoch_size = int(self.ends[-1])
-        tokens, self.spans = config.train_batch_tokens // ranks.world_size, config.grad_accum_steps
-        self.span = tokens // self.spans + 1
-        if config.loader == "shuffled":
-            self.spans, self.span = 1, tokens // length
-            self.epoch_size = (self.tokens - 1) // length
-            require(self.epoch_size, f"DATA_PATH={config.data_path!r} has {self.tokens} training "
-                    f"tokens, too few for a row of TRAIN_SEQ_LEN={length}")
-        self.units = self.spans * self.span * ranks.world_size  # of position, in a step
+        self.tokens = int(self.ends[-1])
+        self.shuffled = config.loader == "shuffled"
+        self.rows = (self.tokens - 1) // config.train_seq_len
+        require(self.rows, f"DATA_PATH={config.data_path!r} has {self.tokens} training tokens, too "
+                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+        if self.shuffled:
+            self.length = config.train_seq_len
+            self.epoch_tokens = self.rows * self.length
+        else:
+            self.length = config.train_batch_tokens // (config.grad_accum_steps * ranks.world_size)
+            self.epoch_tokens = self.tokens
+        self.pieces = config.train_batch_tokens // self.length  # a step, over all ranks
+        self.step_tokens = self.pieces * (self.length + (not self.shuffled))
         if config.overfit:
-            self.epoch_size = self.units
-        self.thread, self.ahead = ThreadPoolExecutor(1), {}
-        if ranks.device.type == "cuda":  # a thread begins on the first device
-            self.thread.submit(torch.cuda.set_device, ranks.device)
-        self.next_batch()  # so that shards of another vocabulary are found before training
-        self.position = 0
+            self.epoch_tokens = self.step_tokens
+        self.batch(0)  # shards of another vocabulary are found before training
 
-    def parts(self, start: int, count: int):
-        """Yields shard number, place in the shard and length of what `count` tokens from `start` of
-        the endless sequence consist of."""
-        while count > 0:
-            index = int(np.searchsorted(self.ends, start % self.tokens, side="right"))
-            left = int(self.ends[index]) - start % self.tokens
-            length = min(count, left)
-            yield index, len(self.shards[index]) - left, length
-            start, count = start + length, count - length
+    def start(self, piece: int) -> int:
+        """Where a piece begins in the endless sequence; pieces are counted from the first step on."""
+        if not self.shuffled:
+            return piece * (self.length + 1) % self.tokens
+        epoch, place = divmod(piece, self.rows)
+        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.length
+
+    def locate(self, start: int) -> tuple[int, int]:
+        """Shard number and place in that shard of token `start` of the endless sequence."""
+        start %= self.tokens
+        index = int(np.searchsorted(self.ends, start, side="right"))
+        return index, start - int(self.ends[index]) + len(self.shards[index])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens, uint16, from place `start` of the endless sequence of shards."""
-        vocab_size, parts = self.config.vocab_size, self.parts(start, count)
-        return np.concatenate([check_ids(self.shards[i][at:at + n], vocab_size, self.files[i])
-                               for i, at, n in parts])
+        """`count` tokens, uint16, from token `start` of the endless sequence on. ValueError: an id is
+        not in the vocabulary."""
+        parts = []
+        while count > 0:
+            index, place = self.locate(start)
+            part = self.shards[index][place:place + count]
+            parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
 
-    def stretches(self, position: int, count: int):
-        """Yields start and length of what is read of the sequence from `position` until `position`
-        + `count`."""
-        if self.config.loader == "sequential":
-            yield position % self.epoch_size, count
-            return
-        for row in range(position, position + count):
-            epoch, place = divmod(row, self.epoch_size)
-            order = self.order  # of one epoch; the other thread may put another in its place
-            if order[0] != epoch:
-                random = np.random.default_rng([self.config.seed, epoch])
-                order = self.order = (epoch, random.permutation(self.epoch_size))
-            length = self.config.train_seq_len
-            yield int(order[1][place]) * length, length + 1
+    def first_piece(self, step: int) -> int:
+        """The number of the first piece of a step. OVERFIT=1 reads the first step again and again."""
+        return 0 if self.config.overfit else step * self.pieces
 
-    def batch_of(self, steps_ago: int) -> list[list]:
-        """Shard, place in it and length of all that all ranks read in a step; the latest is 1."""
-        stretches = self.stretches(self.position - steps_ago * self.units, self.units)
-        return [[self.files[index].name, at, length] for start, count in stretches
-                for index, at, length in self.parts(start, count)]
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's inputs and targets of a step, counted from 0: both (rows, T) int64 on the
+        device."""
+        first = self.first_piece(step)
+        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
+        texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
+        batch = torch.from_numpy(pairs.view(np.int16))
+        if self.ranks.device.type == "cuda":
+            batch = batch.pin_memory()  # so that the copy does not wait for the device
+        inputs, targets = to_ids(batch, self.ranks.device)
+        return inputs, targets
 
-    def read_batch(self, position: int) -> Tensor:
-        """This rank's inputs and targets of the step at `position`, (2, rows, T) for to_ids."""
-        first, step = position + self.ranks.rank * self.span, self.ranks.world_size * self.span
-        texts = [self.read(*stretch) for i in range(self.spans)
-                 for stretch in self.stretches(first + i * step, self.span)]
-        batch = np.stack(([text[:-1] for text in texts], [text[1:] for text in texts]))
-        batch = torch.from_numpy(batch.reshape(2, -1, self.config.train_seq_len).view(np.int16))
-        return batch.pin_memory() if self.ranks.device.type == "cuda" else batch
+    def place(self, step: int) -> str:
+        """Where the tokens of a step begin, in words."""
+        index, place = self.locate(self.start(self.first_piece(step)))
+        return f"{self.files[index]} at token {place}"
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's next step, both (rows, T) int64 on the device."""
-        following = self.position + self.units
-        for position in (self.position, following):
-            if position not in self.ahead:
-                self.ahead[position] = self.thread.submit(self.read_batch, position)
-        batch, self.position = self.ahead.pop(self.position).result(), following
-        return to_ids(batch, self.ranks.device).unbind()
+    def epochs(self, step: int) -> float:
+        """How often the training data have been read after `step` steps."""
+        return step * self.step_tokens / self.epoch_tokens
 
-    def fingerprint(self) -> list[int]:
-        """Size and beginning of every shard, so that other data can be told from these."""
-        return [n for s in self.shards for n in (len(s), zlib.crc32(s[:1 << 16].tobytes()))]
+    def unique_tokens(self, step: int) -> int:
+        """How many different tokens have been read after `step` steps."""
+        return min(step * self.step_tokens, self.epoch_tokens)
 
-    def epochs(self) -> float:
-        """How often the training data have been read."""
-        return self.position / self.epoch_size
-
-    def unique_tokens(self) -> int:
-        """How many different tokens have been read."""
-        row = 1 if self.config.loader == "sequential" else self.config.train_seq_len
-        return min(self.tokens, min(self.position, self.epoch_size) * row)
+@lru_cache(maxsize=2)  # a step can end in the next epoch
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
 
 def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
     """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
@@ -1089,7 +1081,7 @@ def read_checkpoint(path: Path) -> dict:
                 "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
         state = read_archive(data)
         require(state["format"] in (1,), "its format is not 1")
-        plain = (*state["config"].values(), *state["shards"], *state["config"])
+        plain = (*state["config"].values(), *state["config"])
         require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
         return state
     except Exception as error:  # what is hostile or damaged fails in many ways
@@ -1112,14 +1104,12 @@ def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | No
         path = choice[0]
     return path, read_checkpoint(path) if path and not state else state, lines
 
-def check_settings(config: Config, loader: TokenLoader | None, state: dict, path: Path) -> None:
-    """ValueError names the settings, or the data, in which the run differs from its checkpoint."""
+def check_settings(config: Config, state: dict, path: Path) -> None:
+    """ValueError names the settings in which the run differs from its checkpoint."""
     now, then = asdict(config), state["config"]  # an older one lacks what had no variable then
     fixed = {f.name: then.get(f.name, f.default) for f in fields(Config) if not f.metadata["free"]}
     changed = [f"{name.upper()} was {value!r} and is {now[name]!r}"
                for name, value in fixed.items() if value != now[name]]
-    if loader and state["shards"] != loader.fingerprint():
-        changed.append(f"DATA_PATH={config.data_path!r} has other training shards")
     require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
 
 def state_tensors(run: "Run") -> dict[str, Tensor]:
@@ -1139,7 +1129,6 @@ def save_checkpoint(run: "Run") -> None:
     if run.ranks.rank > 0 or run.faults[-1] >= 0 or not finite:
         return
     state = {"format": 1, "step": run.step, "time_ms": run.time_ms, "config": asdict(run.config),
-             "position": run.loader.position, "shards": run.loader.fingerprint(),
              "scaler": run.scaler.state_dict(), "random": torch.get_rng_state(),
              "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
 
@@ -1176,10 +1165,8 @@ def restore(run: "Run", state: dict, path: Path) -> None:
         run.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["random"])
         run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
-        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf
-                and 0 <= int(state["position"]) < 1 << 62, "step, clock or position cannot be")
-        if run.loader:
-            run.loader.position = int(state["position"])
+        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
+                "step or clock cannot be")
     except Exception as error:  # what is hostile fails in many ways
         raise ValueError(f"checkpoint {path} is of no run like this one: {error}") from None
     run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path))
@@ -1190,10 +1177,10 @@ def check_faults(run: "Run", known: int) -> int:
     FloatingPointError: more than SKIP_NONFINITE."""
     steps = [step for step in run.faults.tolist() if step >= 0]
     for step in steps[known:]:
-        batch = run.loader.batch_of(run.step - step)
-        run.log.event("nonfinite", step=step + 1, batch=batch)
+        place = run.loader.place(step)
+        run.log.event("nonfinite", step=step + 1, batch=place)
         text = (f"nonfinite: loss or gradient of step:{step + 1} is not finite: the weights stay "
-                f"as they were; its batch starts in {batch[0][0]} at token {batch[0][1]}")
+                f"as they were; its batch starts in {place}")
         run.log.line(text)
     if len(steps) > run.config.skip_nonfinite:
         raise FloatingPointError(f"{text} (all of it: logs/{run.config.run_id}.jsonl). Checkpoints "
@@ -1242,7 +1229,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
         group["lr"] = group["base_lr"] * factor
         if "momentum" in group:
             group["momentum"] = muon_momentum(config, run.step)
-    inputs, targets = run.loader.next_batch()
+    inputs, targets = run.loader.batch(run.step)
     rows = config.micro_batch_tokens // config.train_seq_len
     for x, y in list(zip(inputs.split(rows), targets.split(rows)))[:micro_batches]:
         loss = run.model(x, y) * (len(x) / len(inputs))
@@ -1271,7 +1258,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
 
 def warm_up(run: Run) -> None:
     """Runs WARMUP_STEPS steps of one micro-batch, so that first calls are off the clock, then puts
-    weights, optimizer state and loader back to the start."""
+    weights and optimizer state back to the start."""
     initial = {name: t.clone() for name, t in run.model.state_dict().items()}
     for step in range(1, (steps := run.config.warmup_steps) + 1):
         train_step(run, 1.0, micro_batches=1)
@@ -1279,7 +1266,6 @@ def warm_up(run: Run) -> None:
             run.log.line(f"warmup_step:{step}/{steps}")
     run.model.load_state_dict(initial)
     build_optimizers(run)
-    run.loader.position = 0
 
 def train(run: Run) -> int:
     """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
@@ -1309,12 +1295,12 @@ def train(run: Run) -> int:
             break
         factor, log_every = lr_factor(config, run.step, run.time_ms), config.train_log_every
         log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
-        before = int(run.loader.epochs())
         loss, norm = train_step(run, factor)
         run.step, run.time_ms = run.step + 1, run.time_ms + pace
-        if run.loader.epochs() >= before + 1 and not config.overfit:
+        epochs = run.loader.epochs(run.step)
+        if int(epochs) > int(run.loader.epochs(run.step - 1)) and not config.overfit:
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
-                     f"{run.loader.epochs():.3f} of {run.loader.tokens} tokens")
+                     f"{epochs:.3f} of {run.loader.tokens} tokens")
         ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
         slow = ranks.device.type == "cpu" or pace > 1000 or run.step == started + 1
         if log_this or ended or near or slow or run.step % 10 == 0:
@@ -1342,7 +1328,8 @@ def train(run: Run) -> int:
         text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
         log.line(f"stopping_early: wallclock_cap {text}")
     if run.loader:
-        epochs, unique, tokens = run.loader.epochs(), run.loader.unique_tokens(), run.loader.tokens
+        epochs, unique = run.loader.epochs(run.step), run.loader.unique_tokens(run.step)
+        tokens = run.loader.tokens
         log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
         log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
     log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
@@ -1353,7 +1340,7 @@ def compile_model(run: Run) -> None:
     and runs as fast. Where the compiler fails, it warns and the model stays eager."""
     model, on_cuda = run.model, run.ranks.device.type == "cuda"
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
-    inputs, targets = run.loader.next_batch()
+    inputs, targets = run.loader.batch(0)
     for part in [model] if on_cuda else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if not on_cuda:
@@ -1364,7 +1351,6 @@ def compile_model(run: Run) -> None:
         torch.compiler.set_stance("force_eager")
         run.log.line(f"warning: no compiling, for it fails: {str(error)[:200]!r}")
     run.ranks.largest(0)  # waits for all
-    run.loader.position = 0
     model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
@@ -1399,7 +1385,7 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     kind, *validation = load_validation(config)
     loader = TokenLoader(config, ranks) if config.iterations else None
     if state:
-        check_settings(config, loader, state, path)
+        check_settings(config, state, path)
     torch.manual_seed(config.seed)
     model = GPT(config, repeat_kv)
     if config.init_from and not state:

@@ -122,7 +122,8 @@ class Meter:
                 self.first = self.now()
             if self.calls == 2 + self.skip + self.steps:
                 self.result["step_s"] = (self.now() - self.first) / self.steps
-                run.loader.next_batch = self.phase("load", run.loader.next_batch)
+                name = "batch" if hasattr(run.loader, "batch") else "next_batch"  # as it was called until c5ae37f
+                setattr(run.loader, name, self.phase("load", getattr(run.loader, name)))
                 if hasattr(run, "forward"):  # until 7b52469 the compiled model had a name of its own
                     run.forward = self.phase("forward", run.forward)
                 else:

@@ -82,12 +82,13 @@ def loader_rate(out: Path, model: str, loader: str, length: int) -> tuple[float,
     ranks = train_gpt.Ranks(0, 1, torch.device("cpu"))
     started = time.perf_counter()
     stream = train_gpt.TokenLoader(config, ranks)
-    stream.next_batch()
+    stream.batch(0)
     first = time.perf_counter() - started
-    tokens, started = 0, time.perf_counter()
+    steps, started = 0, time.perf_counter()
     while time.perf_counter() < started + 3:
-        tokens += stream.next_batch()[0].numel()
-    return first, tokens / (time.perf_counter() - started)
+        stream.batch(steps)
+        steps += 1
+    return first, steps * config.train_batch_tokens / (time.perf_counter() - started)
 
 
 def main() -> None:

@@ -75,8 +75,8 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     config = train_gpt.replace(config, grad_accum_steps=4)
     ranks = [train_gpt.Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
     loaders = [train_gpt.TokenLoader(config, r) for r in ranks]
-    for _ in range(3):
-        batches = [loader.next_batch() for loader in loaders]
+    for step in range(3):
+        batches = [loader.batch(step) for loader in loaders]
         assert all(t.shape == (16, 32) and t.dtype == torch.int64 for batch in batches for t in batch)
         for i in range(4):
             for x, y in batches:
@@ -84,7 +84,6 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
                 assert x[4 * i:4 * i + 4].flatten().tolist() == span[:-1].tolist()
                 assert y[4 * i:4 * i + 4].flatten().tolist() == span[1:].tolist()
                 position += 129
-    assert loaders[0].position == loaders[1].position == position
 
 
 def loaders(config, world_size):
@@ -99,10 +98,10 @@ def shuffled_config(tmp_path, world_size=1, **changes):
 
 
 def steps(config, world_size, count):
-    """The rows of inputs and targets of `count` steps, each step's in order, as all ranks read them."""
+    """The rows of inputs and targets of `count` steps: for each step the sorted rows of all ranks."""
     ranks = loaders(config, world_size)
-    return [[pair for loader in ranks for pair in zip(*(part.tolist() for part in loader.next_batch()))]
-            for _ in range(count)]
+    return [sorted(pair for loader in ranks for pair in zip(*(part.tolist() for part in loader.batch(step))))
+            for step in range(count)]
 
 
 def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp_path):
@@ -111,14 +110,14 @@ def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp
     wanted = [tokens[32 * i:32 * i + 33].tolist() for i in range(epoch)]
     rows = []
     while len(rows) < 2 * epoch:
-        x, y = loader.next_batch()
+        x, y = loader.batch(len(rows) // 32)
         assert x.shape == y.shape == (32, 32) and x.is_contiguous() and y.is_contiguous()
         assert torch.equal(x[:, 1:], y[:, :-1])
         rows += [[*a, b[-1]] for a, b in zip(x.tolist(), y.tolist())]
     first, second = rows[:epoch], rows[epoch:2 * epoch]
     assert sorted(first) == sorted(second) == sorted(wanted)
     assert first != second and first != wanted
-    other = loaders(train_gpt.replace(config, seed=7), 1)[0].next_batch()[0]
+    other = loaders(train_gpt.replace(config, seed=7), 1)[0].batch(0)[0]
     assert other[:, 0].tolist() != [row[0] for row in first[:32]]
 
 
@@ -139,46 +138,43 @@ def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader, wor
     ordinary = steps(config, world_size, 2)
     config = train_gpt.replace(config, overfit=True)
     again = steps(config, world_size, 4)
-    if loader == "sequential":
-        assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
-    else:  # the first rows of the text, in another order each time
-        tokens = shuffled_config(tmp_path, world_size)[1].tolist()
-        rows = sorted((tokens[32 * i:32 * i + 32], tokens[32 * i + 1:32 * i + 33]) for i in range(32))
-        assert all(sorted(step) == rows for step in again) and again[0] != again[1]
+    assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
     one = loaders(config, 1)[0]
-    for _ in range(3):
-        one.next_batch()
-    assert one.epochs() == 3 and one.unique_tokens() in (1024, 1024 + config.grad_accum_steps)
+    assert one.epochs(3) == 3 and one.unique_tokens(3) in (1024, 1024 + config.grad_accum_steps)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
-def test_the_position_is_the_whole_state(tmp_path, loader):
+def test_a_batch_follows_from_the_number_of_its_step(tmp_path, loader):
+    """In any order, after more than an epoch, from a loader that has read nothing before."""
     config, _ = shuffled_config(tmp_path)
     config = train_gpt.replace(config, loader=loader)
-    whole, resumed = loaders(config, 1)[0], loaders(config, 1)[0]
-    batches = [(whole.position, *whole.next_batch()) for _ in range(60)]  # more than an epoch
-    for at in (40, 3, 59, 4):
-        position, x, y = batches[at]
-        resumed.position = position
-        assert torch.equal(resumed.next_batch()[0], x)
-    resumed.position = 0
-    for position, x, y in batches:
-        assert resumed.position == position
-        again = resumed.next_batch()
-        assert torch.equal(again[0], x) and torch.equal(again[1], y)
+    in_order = loaders(config, 1)[0]
+    batches = [in_order.batch(step) for step in range(60)]
+    other = loaders(config, 1)[0]
+    for step in (40, 3, 59, 4):
+        x, y = other.batch(step)
+        assert torch.equal(x, batches[step][0]) and torch.equal(y, batches[step][1])
 
 
-@pytest.mark.parametrize("loader, unit", [("sequential", 4317), ("shuffled", 134)])
-def test_epochs_and_unique_tokens(tmp_path, loader, unit):
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_the_place_of_a_step_is_where_its_first_token_lies(tmp_path, loader):
+    config, _ = shuffled_config(tmp_path)
+    stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
+    for step in range(12):
+        name, place = stream.place(step).split(" at token ")
+        shard = train_gpt.open_shard(train_gpt.Path(name))
+        assert int(shard[int(place)]) == stream.batch(step)[0][0, 0].item()
+
+
+@pytest.mark.parametrize("loader, epoch", [("sequential", 4317), ("shuffled", 134 * 32)])
+def test_epochs_and_unique_tokens(tmp_path, loader, epoch):
     config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
-    assert stream.epochs() == stream.unique_tokens() == 0 and stream.epoch_size == unit
-    stream.next_batch()
+    assert stream.epochs(0) == stream.unique_tokens(0) == 0
     read = 8 * 129 if loader == "sequential" else 32 * 32
-    assert stream.unique_tokens() == read and stream.epochs() == pytest.approx(read / 4317, rel=0.01)
-    stream.position = 3 * unit
-    assert stream.epochs() == 3 and stream.tokens == len(tokens) == 4317
-    assert stream.unique_tokens() == (4317 if loader == "sequential" else 134 * 32)
+    assert stream.unique_tokens(1) == read and stream.epochs(1) == pytest.approx(read / epoch)
+    assert stream.epochs(epoch) == read and stream.tokens == len(tokens) == 4317  # exactly, after so many steps
+    assert stream.unique_tokens(epoch) == epoch
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
@@ -186,8 +182,8 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
     write_shard(tmp_path / "s_train_000001.bin", [*tokens[:2999], 65535])
     loader = loaders(config, 1)[0]
     with pytest.raises(ValueError, match="s_train_000001.bin holds token 65535.*VOCAB_SIZE=260"):
-        for _ in range(60):
-            loader.next_batch()
+        for step in range(60):
+            loader.batch(step)
     write_shard(tmp_path / "s_train_000000.bin", [*tokens[:50], 260])
     with pytest.raises(ValueError, match="s_train_000000.bin holds token 260"):  # before training
         loaders(config, 1)

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import (REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config,
-                      write_shard)
+from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
 from test_optim import make_run
 
 
@@ -111,17 +110,6 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, MATRIX_LR=0.03, BETA2=0.9)
     with pytest.raises(SystemExit, match="ITERATIONS was 9 and is 12"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, ITERATIONS=12)
-    (tmp_path / "other").mkdir()
-    other = make_shards(tmp_path / "other")
-    (other / "tiny_train_000001.bin").unlink()
-    with pytest.raises(SystemExit, match="has other training shards"):
-        tiny_run(monkeypatch, tmp_path / "b", other, RESUME=path)
-    (tmp_path / "third").mkdir()
-    third = make_shards(tmp_path / "third")
-    tokens = np.array(train_gpt.open_shard(third / "tiny_train_000000.bin"))
-    write_shard(third / "tiny_train_000000.bin", [*tokens[:-1], 7])  # of the same size
-    with pytest.raises(SystemExit, match="has other training shards"):
-        tiny_run(monkeypatch, tmp_path / "b", third, RESUME=path)
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
@@ -169,18 +157,15 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
     refused({"format": 2}, "its format is not 1")
-    refused({"position": -1}, "step, clock or position cannot be")
-    refused({"time_ms": float("nan")}, "step, clock or position cannot be")
+    refused({"time_ms": float("nan")}, "step or clock cannot be")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "it is no checkpoint")
     refused({"tensors": {**state["tensors"], name: torch.zeros(3)}}, f"{name} is not the")
     refused({"tensors": {**state["tensors"], name: "text"}}, f"{name} is not the")
     refused({"tensors": {}}, "it lacks, or should not have")
     refused({"step": "three"}, "is of no run like this one")
-    refused({"step": 2**2000}, "step, clock or position cannot be")
-    refused({"position": 2**2000}, "step, clock or position cannot be")
+    refused({"step": 2**2000}, "step or clock cannot be")
     refused({"config": {}}, "RESUME: .* other settings")
     refused({"config": 3}, "cannot be used: ")
-    refused({"shards": None}, "cannot be used: ")
     refused({"tensors": [1]}, "of no run like this one")
 
     class Bomb:
@@ -313,7 +298,7 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
 def test_a_step_that_is_not_finite_touches_nothing(monkeypatch, value):
     run = make_run(micro_batch_tokens=32, skip_nonfinite=2)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    run.loader = type("Loader", (), {"batch": lambda self, step: (tokens[:, :-1], tokens[:, 1:])})()
     broken_forward(monkeypatch, {3, 4, 7, 10, 11}, value)
 
     def step():
@@ -335,15 +320,8 @@ def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loa
     with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite.*tiny_train_00000\d.bin at token \d+") as stop:
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader, MICRO_BATCH_TOKENS=128)
     assert "SKIP_NONFINITE=N" in str(stop.value)
-    batch = next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"]
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")))
-    for _ in range(4):
-        stream.next_batch()
-    x, y = (part if loader == "shuffled" else part.view(8, -1) for part in stream.next_batch())
-    read = torch.cat((x, y[:, -1:]), 1).flatten().tolist()
-    named = [int(token) for name, at, count in batch
-             for token in train_gpt.open_shard(data / name)[at:at + count]]
-    assert named == read
+    assert next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["batch"] == stream.place(4)
     state = train_gpt.read_checkpoint(checkpoints(tmp_path)[-1])
     assert state["step"] == 4 and all(t.isfinite().all() for t in state["tensors"].values())
 

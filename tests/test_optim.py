@@ -105,7 +105,7 @@ def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused)
     reference = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                                   lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(0))
-    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    run.loader = type("Loader", (), {"batch": lambda self, step: (tokens[:, :-1], tokens[:, 1:])})()
     for _ in range(3):
         train_gpt.train_step(run, 0.5)
         twin.zero_grad()
@@ -131,7 +131,7 @@ def test_the_table_is_bfloat16_in_the_baseline_alone():
 def test_a_fault_touches_nothing_in_an_adam_that_is_not_fused():
     run = make_run(optimizer="adamw", fused=False, skip_nonfinite=1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = type("Loader", (), {"next_batch": lambda self: (tokens[:, :-1], tokens[:, 1:])})()
+    run.loader = type("Loader", (), {"batch": lambda self, step: (tokens[:, :-1], tokens[:, 1:])})()
     run.model.skip_weights.data[0, 0] = math.nan
     before = [p.clone() for p in run.model.parameters()]
     train_gpt.train_step(run, 1.0)
@@ -214,7 +214,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
     run.log = log
-    run.loader = types.SimpleNamespace(epochs=lambda: 0.5, unique_tokens=lambda: 1, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
     train_gpt.train(run)
     total = 0.0
     steps = run.step
@@ -237,7 +237,7 @@ def step_of(run, tokens):
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=random)
         p.register_post_accumulate_grad_hook(lambda p: grads.update({p: p.grad}))
-    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]), position=0)
+    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
     loss, norm = train_gpt.train_step(run, 1.0)
     assert all(grads[p].abs().max() > 1e-6 for p in run.model.parameters())
     return [loss, norm, *(grads[p] for p in run.model.parameters())]
@@ -257,9 +257,9 @@ def test_a_compiled_model_computes_the_same(monkeypatch):
     tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
     eager, run = make_run(), make_run()
     run.log = types.SimpleNamespace(line=lines.append)
-    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]), position=1)
+    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
     train_gpt.compile_model(run)
-    assert lines == [] and run.loader.position == 0 and all(p.grad is None for p in run.model.parameters())
+    assert lines == [] and all(p.grad is None for p in run.model.parameters())
     assert all(block._compiled_call_impl for block in run.model.blocks)
     assert run.model.state_dict().keys() == eager.model.state_dict().keys()
     torch.testing.assert_close(step_of(run, tokens), step_of(eager, tokens), rtol=1e-3, atol=1e-6)
@@ -303,7 +303,7 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
         monkeypatch.setattr(train_gpt, name, value)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None, progress=lambda text: None)
-    run.loader = types.SimpleNamespace(epochs=lambda: 0.5, unique_tokens=lambda: 1, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
     run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
                                       now_ms=lambda: clock[0], largest=largest)
     train_gpt.train(run)
@@ -356,7 +356,7 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
     """float16: the table's gradient overflows; the matrices stay finite, and no fault is seen."""
     run = make_run(dtype="float16", grad_accum_steps=1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
     before = run.model.tok_emb.weight.detach().clone()
     run.model.tok_emb.weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
     for clip in (0.0, 1.0):
@@ -369,7 +369,7 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
 def test_a_step_sets_learning_rates_and_momentum():
     run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = types.SimpleNamespace(next_batch=lambda: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
     run.step = 5
     loss, norm = train_gpt.train_step(run, 0.25)
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
