@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 import warnings
 import zipfile
 import zlib
@@ -86,7 +85,6 @@ class Config:
     val_loss_every: int = free(1000, "steps", "between validations; 0: only at the end")
     val_batch_size: int = free(524288, "tokens", "a validation forward at most, over all spans")
     train_log_every: int = free(200, "steps", "between log lines after the first ten; 0: no more")
-    trackers: str = free("", "names", "wandb, tensorboard or both: where the log's numbers go too")
     # Model
     vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
     vocab_pad: int = var(1, "rows", "tables have a multiple of this; the softmax sees them", low=1)
@@ -144,8 +142,6 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
         require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
                 f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
-        unknown = set(self.trackers.split(",")) - {"", "wandb", "tensorboard"}
-        require(not unknown, f"TRACKERS={self.trackers!r} names more than wandb and tensorboard")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
@@ -267,91 +263,57 @@ def split_batch(config: Config, world_size: int) -> tuple[int, int]:
 # ---- Log ---------------------------------------------------------------------------------------
 def new_run_id() -> str:
     """A name that no other run has: date, time and six random digits."""
-    return time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
+    return time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+
+def write_line(file, text: str) -> None:
+    """Write a line at once. A full disk must not stop the training: a failure only warns."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
 
-    def __init__(self, config: Config, ranks: Ranks, source: str):
-        self.is_main, self.on_terminal = ranks.rank == 0, sys.stdout.isatty()
-        if not self.is_main:
+    def __init__(self, run_id: str, source: str, is_main: bool):
+        self.is_main = is_main
+        self.on_terminal = sys.stdout.isatty()
+        if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
-        self.locks = [lock(Path("logs", config.run_id + ".lock"), "RUN_ID"),
-                      lock(Path(config.out_dir, ".lock"), "OUT_DIR")]
-        paths = [Path("logs", config.run_id + suffix) for suffix in (".txt", ".jsonl")]
+        text_path = Path("logs", run_id + ".txt")
+        json_path = Path("logs", run_id + ".jsonl")
         stamp = new_run_id()
-        for path in filter(Path.exists, paths):  # runs of one name never mix in one file
-            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
-        self.text, self.json = (path.open("w", encoding="utf-8", buffering=1) for path in paths)
-        print(paths[0], flush=True)
+        for path in (text_path, json_path):  # logs of two runs never mix in one file
+            if path.exists():
+                path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
+        self.text = text_path.open("w", encoding="utf-8")
+        self.json = json_path.open("w", encoding="utf-8")
+        print(text_path, flush=True)
         smi = ""
-        if command := shutil.which("nvidia-smi"):
-            smi = subprocess.run([command], capture_output=True, text=True, check=False).stdout
+        if shutil.which("nvidia-smi"):
+            smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        self.text.write("\n".join((source, "=" * 100, versions, smi, "=" * 100, "")))
-        self.trackers = list(start_trackers(config, self))
+        write_line(self.text, "\n".join((source, "=" * 100, versions, smi, "=" * 100)))
 
     def line(self, text: str) -> None:
-        """One line for the console and the text file."""
+        """Write a line to the console and to the text log."""
         if self.is_main:
-            self.write(sys.stdout, "\x1b[2K" * self.on_terminal + text)
-            self.write(self.text, text)
-
-    def write(self, file, text: str) -> None:
-        """Adds a line to a file, or tells why not, if it can: a full disk stops no run."""
-        try:
-            print(text + "\n", end="", file=file, flush=True)  # at once: a thread writes, too
-        except OSError as error:
-            with suppress(OSError):
-                print(f"warning: {file.name} lacks a line: {error}", file=sys.stderr, flush=True)
+            clear = "\x1b[2K" if self.on_terminal else ""  # the progress line goes
+            write_line(sys.stdout, clear + text)
+            write_line(self.text, text)
 
     def event(self, event: str, **values) -> None:
-        """One JSON object, its numbers unrounded, for the .jsonl file; scores for trackers, too."""
-        if not self.is_main:
-            return
-        elapsed = round(time.monotonic() - STARTED, 3)
-        self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
-        for send in self.trackers if event in ("train", "val", "final") else ():
-            try:
-                send({f"{event}/{name}": value for name, value in values.items()
-                      if value is not None}, values["step"])
-            except Exception as error:  # the network, a full disk: no reason to stop a run
-                self.line(f"warning: a tracker lacks step {values['step']}: {error}")
+        """Write a JSON object with unrounded numbers to the .jsonl log."""
+        if self.is_main:
+            elapsed = round(time.monotonic() - STARTED, 3)
+            write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
 
     def progress(self, text: str) -> None:
-        """A line that the next one replaces; only where the console is a terminal."""
+        """Show a line that the next one replaces, if the console is a terminal."""
         if self.is_main and self.on_terminal:
             columns = shutil.get_terminal_size().columns
             print("\x1b[2K" + text[:columns - 1], end="\r", flush=True)
-
-def start_trackers(config: Config, log: RunLog):
-    """Yields a function of numbers by name and step for each of TRACKERS that can be used here."""
-    for name in filter(None, config.trackers.split(",")):
-        try:
-            if name == "wandb":
-                import wandb
-                yield wandb.init(project="train_gpt", name=config.run_id, config=asdict(config)).log
-            else:
-                from torch.utils.tensorboard import SummaryWriter
-                writer = SummaryWriter(f"logs/{config.run_id}.{new_run_id()}")
-                yield lambda numbers, step, writer=writer: (
-                    [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.flush())
-        except Exception as error:  # not installed, no account, no network
-            log.line(f"warning: TRACKERS={name} is not used: {error}")
-
-def lock(path: Path, name: str):
-    """Keeps a file locked until the process ends, however that comes. ValueError: another has."""
-    file = path.open("a", encoding="utf-8")
-    try:
-        import fcntl
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path} is locked: a run with the same {name} goes on; wait until it "
-                         f"ends, or set another {name}") from None
-    except (ImportError, OSError):  # Windows, and file systems without locks
-        pass
-    return file
 
 PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
@@ -420,16 +382,16 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 class TokenLoader:
-    """The training shards in name order as one endless sequence of tokens. What a step reads follows
-    from its number alone. A piece is a token longer than its inputs: with LOADER=sequential the
-    pieces are consecutive spans, GRAD_ACCUM_STEPS a step for each rank; with LOADER=shuffled they
-    are rows of TRAIN_SEQ_LEN tokens, in an order that is drawn anew for every epoch."""
+    """The training shards in name order as one endless sequence of tokens. What a step reads
+    follows from its number alone. A piece is one token longer than its inputs. LOADER=sequential
+    reads consecutive spans, GRAD_ACCUM_STEPS per step and rank. LOADER=shuffled reads rows of
+    TRAIN_SEQ_LEN tokens in an order that is drawn anew for every epoch."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.ranks = ranks
         self.files = find_shards(config, "train")
-        self.shards = [open_shard(path) for path in self.files]  # ids are checked when they are read
+        self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.tokens = int(self.ends[-1])
         self.shuffled = config.loader == "shuffled"
@@ -449,7 +411,7 @@ class TokenLoader:
         self.batch(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
-        """Where a piece begins in the endless sequence; pieces are counted from the first step on."""
+        """Where a piece begins in the endless sequence; pieces are counted from step 0 on."""
         if not self.shuffled:
             return piece * (self.length + 1) % self.tokens
         epoch, place = divmod(piece, self.rows)
@@ -462,8 +424,8 @@ class TokenLoader:
         return index, start - int(self.ends[index]) + len(self.shards[index])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens, uint16, from token `start` of the endless sequence on. ValueError: an id is
-        not in the vocabulary."""
+        """`count` tokens, uint16, from token `start` of the endless sequence on. ValueError: an id
+        is not in the vocabulary."""
         parts = []
         while count > 0:
             index, place = self.locate(start)
@@ -474,7 +436,7 @@ class TokenLoader:
         return np.concatenate(parts)
 
     def first_piece(self, step: int) -> int:
-        """The number of the first piece of a step. OVERFIT=1 reads the first step again and again."""
+        """The number of a step's first piece. OVERFIT=1 reads the first step again and again."""
         return 0 if self.config.overfit else step * self.pieces
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -1393,7 +1355,8 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     model.to(ranks.device)
     Path(config.out_dir).mkdir(parents=True, exist_ok=True)
     require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
-    run = Run(config, ranks, RunLog(config, ranks, source), model, loader, *validation)
+    log = RunLog(config.run_id, source, ranks.rank == 0)
+    run = Run(config, ranks, log, model, loader, *validation)
     run.checkpoint = (state, path) if state else None
     announce(run, kind, repeat_kv, overrides)
     for note in notes:

@@ -76,7 +76,6 @@ def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None,
 
 def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
     """The same in this process, which saves the start; SystemExit carries the script's message."""
-    gc.collect()  # what is left of an earlier run in this process holds its locks
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -71,7 +71,6 @@ def test_booleans(text, value):
     ("CHECKPOINT_EVERY=5m", ["CHECKPOINT_EVERY", "'5m'", "300s"]),
     ("CHECKPOINT_EVERY=-3", ["CHECKPOINT_EVERY", "'-3'", "1000"]),
     ("KEEP_CHECKPOINTS=0", ["KEEP_CHECKPOINTS=0", "1 or more"]),
-    ("TRACKERS=wandb,mlflow", ["TRACKERS='wandb,mlflow'", "tensorboard"]),
     ("OPTIMIZER=lion", ["OPTIMIZER", "'lion'", "adamw"]),
     ("LOADER=random", ["LOADER", "'random'", "shuffled"]),
     ("NUM_LAYER=4", ["NUM_LAYER=4", "did you mean NUM_LAYERS=4"]),

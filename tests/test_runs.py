@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -236,50 +235,6 @@ def test_a_terminal_shows_progress_in_place(finished, tmp_path, monkeypatch, cap
                      output)
     logged = (tmp_path / "logs" / "run.txt").read_text()
     assert "\x1b" not in logged.split("=" * 100)[-1] and "step 11 " not in logged
-
-
-def test_trackers_get_the_numbers_and_stop_no_run(finished, tmp_path, monkeypatch, capsys):
-    _, data, _ = finished
-    sent, fails = [], [True]
-
-    def log(numbers, step):
-        if fails and step == 2:
-            raise OSError(fails.pop() and "no network")
-        sent.append((step, numbers))
-
-    def init(**about):
-        sent.append(about)
-        return types.SimpleNamespace(log=log)
-
-    class SummaryWriter:
-        def __init__(self, folder):
-            assert re.fullmatch(r"logs/tracked\.\d{8}-\d{6}-\w{6}", folder)
-
-        def add_scalar(self, name, value, step):
-            scalars.append((name, value + 0.0, step))
-
-        def flush(self):
-            scalars.append("flush")
-
-    scalars = []
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="tracked", TRACKERS="wandb,tensorboard"))
-    out = capsys.readouterr().out
-    assert "warning: a tracker lacks step 2: no network" in out and "roundtrip_exact" in out
-    about, *numbers = sent
-    final = events(tmp_path, "tracked")[-1]
-    assert ("final/val_bpb", final["val_bpb"], 4) in scalars and scalars[-1] == "flush" and scalars.count("flush") == 8
-    assert about["name"] == "tracked" and about["config"]["model_dim"] == 32
-    wanted = [e["train_loss"] for e in events(tmp_path, "tracked") if e["event"] == "train" and e["step"] != 2]
-    assert [n["train/train_loss"] for _, n in numbers if "train/train_loss" in n] == wanted and len(wanted) == 3
-    assert {name for _, n in numbers for name in n} >= {"val/val_bpb", "train/grad_norm", "final/val_loss"}
-    assert all(isinstance(value, (int, float)) for _, n in numbers for value in n.values())
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as where it is not installed
-    lines = []
-    config = train_gpt.Config(trackers="tensorboard")
-    assert list(train_gpt.start_trackers(config, types.SimpleNamespace(line=lines.append))) == []
-    assert "warning: TRACKERS=tensorboard is not used: import of torch.utils.tensorboard halted" in lines[0]
 
 
 def test_a_log_has_what_its_numbers_can_be_recomputed_from(finished):
