@@ -8,13 +8,13 @@
 Variables are set in the environment or as NAME=value behind the script; arguments win. Shapes: B
 rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
 """
+import copy
 import difflib
 import gc
 import io
 import json
 import math
 import os
-import pickletools
 import re
 import shutil
 import signal
@@ -24,13 +24,11 @@ import time
 import warnings
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import torch
@@ -121,11 +119,10 @@ class Config:
     min_lr: float = var(0.0, "times peak", "learning rate at which the schedule ends")
     grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
     # Checkpoints and faults
-    checkpoint_every: str = free("0", "steps or s", "between checkpoints; 300s: seconds; 0: none")
+    checkpoint_every: int = free(0, "steps", "between checkpoints; 0: none")
     checkpoint_dir: str = free("", "folder", "of the checkpoints; empty: OUT_DIR/checkpoints")
     keep_checkpoints: int = free(2, "files", "the newest ones of the run are kept", low=1)
     resume: str = free("", "auto, file", "go on from this checkpoint; auto: the newest whole one")
-    skip_nonfinite: int = free(0, "steps", "to leave out where loss or gradient is not finite")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "names", "go to Adam, not to Muon")
     int8_keep_float_fp32_name_patterns: str = free(CONTROL, "names", "stay float32; else as above")
@@ -140,8 +137,6 @@ class Config:
                 f"multiple of 2 * NUM_HEADS = {2 * self.num_heads}: heads have an even width")
         require(self.num_heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={self.num_heads}; 1 does")
-        require(re.fullmatch(r"\d+s?", self.checkpoint_every), f"CHECKPOINT_EVERY="
-                f"{self.checkpoint_every!r} is neither steps, as 1000 is, nor seconds, as 300s is")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is no plain name")
 
 def parse_value(f, text: str):
@@ -199,6 +194,11 @@ class Ranks:
         device = self.device if self.world_size > 1 else "cpu"  # MPS has no float64
         largest = torch.tensor(values, dtype=torch.float64, device=device)
         return self.reduce(largest, dist.ReduceOp.MAX).tolist()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank the main rank's tensor, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, 0)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
@@ -315,39 +315,68 @@ class RunLog:
             columns = shutil.get_terminal_size().columns
             print("\x1b[2K" + text[:columns - 1], end="\r", flush=True)
 
-PEAK_TFLOPS = {  # dense 16-bit matrix products, from the makers' data sheets
-    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250,
-    "A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71,
-    "V100": 125, "Tesla T4": 65, "MI300X": 1307, "MI250X": 383}
+PEAK_TFLOPS = {  # dense bfloat16 products, from the makers' data sheets
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
+
+def peak_flops(ranks: Ranks) -> float | None:
+    """What all GPUs together can do in a second; None where that is not known."""
+    if ranks.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(ranks.device)
+    known = [tflops for part, tflops in PEAK_TFLOPS.items() if part in name]
+    return known[0] * 1e12 * ranks.world_size if known else None
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """MiB allocated and reserved at most: of the device on CUDA, else of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
-    with suppress(ImportError):  # Windows
-        import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return (peak >> 20 if sys.platform == "darwin" else peak >> 10,) * 2  # bytes there, or KiB
-    return 0, 0
+    """The most MiB that were allocated and reserved on a CUDA device; 0 on others."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
 
-def log_step(run: "Run", eta: float, since: tuple, loss: float, norm: float) -> None:
-    """Logs a training step; its speed is that since the step and the time of the line before."""
-    config, device, step, time_ms = run.config, run.ranks.device, run.step, run.time_ms
-    lr, memory = run.optimizers[-1].param_groups[0]["lr"], peak_memory_mib(device)[0]
-    rate = (step - since[0]) * config.train_batch_tokens / max(time_ms - since[1], 1e-6) * 1000
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
-    mfu = None if peak is None or config.dtype == "float32" else (
-        rate * run.model.flops_per_token() / (peak * 1e12 * run.ranks.world_size))
-    average, epoch = time_ms / step, run.loader.epochs(step)
-    run.log.event("train", step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=average,
-                  lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu, mem_mib=memory, eta_s=eta,
-                  epoch=epoch)
+def log_step(run: "Run", clock: "Clock", loss: float, norm: float) -> None:
+    """Log a training step; its speed is that since the line before."""
+    config = run.config
+    step = run.step
+    average = run.time_ms / step
+    rate = clock.steps_per_second() * config.train_batch_tokens
+    peak = peak_flops(run.ranks)
+    mfu = None
+    if peak and config.dtype != "float32":
+        mfu = rate * run.model.flops_per_token() / peak
+    lr = run.optimizers[-1].param_groups[0]["lr"]
+    memory, _ = peak_memory_mib(run.ranks.device)
+    eta = clock.eta_s()
+    epoch = run.loader.epochs(step)
+    run.log.event("train", step=step, train_loss=loss, train_time_ms=run.time_ms,
+                  step_avg_ms=average, lr=lr, grad_norm=norm, tok_per_sec=rate, mfu=mfu,
+                  mem_mib=memory, eta_s=eta, epoch=epoch)
     run.log.line(f"step:{step}/{config.iterations} train_loss:{loss:.4f} "
-                 f"train_time:{time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
+                 f"train_time:{run.time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
                  f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} "
                  f"mfu:{'n/a' if mfu is None else f'{mfu:.1%}'} mem:{memory}MiB "
                  f"eta:{eta / 60:.1f}m epoch:{epoch:.3f}")
+
+def log_validation(run: "Run") -> None:
+    """Score the validation split and log the result."""
+    score = evaluate(run)
+    average = run.time_ms / max(run.step, 1)
+    times = f"train_time:{run.time_ms:.0f}ms step_avg:{average:.2f}ms"
+    run.log.line(f"step:{run.step}/{run.config.iterations} {score_text(score, 4, times)}")
+    run.log.event("val", step=run.step, **score, train_time_ms=run.time_ms)
+
+def log_end(run: "Run", stopped_early: bool) -> None:
+    """Log why training ended, what it has read and the memory that it took."""
+    if stopped_early:
+        run.log.line(f"stopping_early: wallclock_cap train_time:{run.time_ms:.0f}ms "
+                     f"step:{run.step}/{run.config.iterations}")
+    if run.loader:
+        epochs = run.loader.epochs(run.step)
+        unique = run.loader.unique_tokens(run.step)
+        run.log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} "
+                     f"of {run.loader.tokens}")
+        run.log.event("data", epochs=epochs, unique_tokens=unique, tokens=run.loader.tokens)
+    allocated, reserved = peak_memory_mib(run.ranks.device)
+    run.log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
 
 # ---- Data and bytes ----------------------------------------------------------------------------
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -456,6 +485,11 @@ class TokenLoader:
         """Where the tokens of a step begin, in words."""
         index, place = self.locate(self.start(self.first_piece(step)))
         return f"{self.files[index]} at token {place}"
+
+    def wraps_around(self, step: int) -> bool:
+        """Whether the last of `step` steps began or ended a new epoch."""
+        new = int(self.epochs(step)) > int(self.epochs(step - 1))
+        return new and not self.config.overfit
 
     def epochs(self, step: int) -> float:
         """How often the training data have been read after `step` steps."""
@@ -742,40 +776,41 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, all matrices of one shape in batched products; each
-    rank has a share of every shape, and the updates are gathered in bfloat16. Where `found_inf`
-    (0-d, 0 or 1) is 1, a step changes nothing."""
+    """Momentum whose update is orthogonalised, all matrices of one shape in batched products. Each
+    rank has a share of every shape, and the updates are gathered in bfloat16. The momentum of all
+    matrices of a shape is one tensor (N, rows, columns), kept in the state of the first one."""
 
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
-        super().__init__(groups, dict(momentum=config.muon_momentum))
-        self.steps, self.ranks, self.banks = config.muon_backend_steps, ranks, {}
-        self.found_inf = torch.zeros((), device=ranks.device)
+        super().__init__(groups, {"momentum": config.muon_momentum})
+        self.steps = config.muon_backend_steps
+        self.ranks = ranks
         # CPUs without bfloat16 units multiply it a thousand times slower than float32.
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.compute = torch.float32 if slow else torch.bfloat16
+        self.banks = {}  # matrices by their shape
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
-        for shape, params in self.banks.items():
-            momentum = torch.zeros(len(params), *shape, device=ranks.device)
-            self.banks[shape] = params, momentum
-            self.state |= {p: {"momentum_buffer": part} for p, part in zip(params, momentum)}
 
     @torch.no_grad()
     def step(self) -> None:
-        group, skip, ranks = self.param_groups[0], self.found_inf.bool(), self.ranks
-        decay = torch.where(skip, 1.0, group["momentum"])
-        for shape, (params, momentum) in self.banks.items():
-            grads = torch.where(skip, 0.0, torch.stack([p.grad for p in params]))
-            momentum.mul_(decay).add_(grads)
-            share = -(-len(params) // ranks.world_size)  # the last ranks may have less, or nothing
-            part = slice(share * ranks.rank, share * (ranks.rank + 1))
-            updates = grads[part].add_(momentum[part], alpha=group["momentum"])
+        group = self.param_groups[0]
+        for shape, params in self.banks.items():
+            grads = torch.stack([p.grad for p in params])
+            state = self.state[params[0]]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(grads)
+            momentum = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(grads)
+            share = math.ceil(len(params) / self.ranks.world_size)  # the last ranks may have less
+            first = share * self.ranks.rank
+            updates = grads[first:first + share]
+            updates.add_(momentum[first:first + share], alpha=group["momentum"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
-            scale = max(1, shape[0] / shape[1]) ** 0.5 * (1 - self.found_inf)
-            updates = orthogonalize(updates, self.steps, self.compute) * scale.bfloat16()
-            updates = ranks.gather(updates.contiguous())[:len(params)].to(params[0].dtype)
-            if shrink := group["lr"] * group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - shrink * (1 - self.found_inf))
+            scale = max(1, shape[0] / shape[1]) ** 0.5
+            updates = orthogonalize(updates, self.steps, self.compute) * scale
+            updates = self.ranks.gather(updates.contiguous())[:len(params)].to(params[0].dtype)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates), alpha=-group["lr"])
 
 def build_optimizers(run: "Run") -> None:
@@ -800,7 +835,7 @@ def build_optimizers(run: "Run") -> None:
                              fused=config.fused or None)
     run.optimizers = [adam, *muon]
     run.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-    run.faults = torch.full((config.skip_nonfinite + 1,), -1, device=ranks.device)
+    run.first_bad = torch.tensor(-1, device=ranks.device)
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What the base learning rates are multiplied by in `step`, which starts after `elapsed_ms` of
@@ -867,73 +902,81 @@ def score_text(score: dict[str, float], digits: int, between: str = "") -> str:
     return " ".join(filter(None, (*texts[:2], between, *texts[2:])))
 
 # ---- Export and reading ------------------------------------------------------------------------
-INT8_FORMAT, INT8_PERCENTILE = "int8_clean_per_row_v1", 0.9999984
-PICKLED = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|"
-                     r"collections OrderedDict")  # what the pickle of a dict of tensors names
+INT8_FORMAT = "int8_clean_per_row_v1"
+INT8_PERCENTILE = 0.9999984
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
+    """int8 values of the tensor's shape, and their scales: float16 (rows,) for a matrix, one
+    float32 for other shapes."""
     rows = tensor.float() if tensor.ndim == 2 else tensor.float().reshape(1, -1)
-    at, values = INT8_PERCENTILE * (rows.size(1) - 1), rows.abs()
-    top = values.topk(rows.size(1) - int(at)).values  # a partial sort; interpolated linearly
-    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], at - int(at))
-    scale = clip.clamp_min(1) / 127 if tensor.ndim == 2 else (clip / 127).where(clip > 0, 1)
+    values = rows.abs()
+    # The percentile of a row, interpolated linearly, from a partial sort.
+    place = INT8_PERCENTILE * (rows.size(1) - 1)
+    below = int(place)
+    top = values.topk(rows.size(1) - below).values
+    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - below)
+    if tensor.ndim == 2:
+        scale = clip.clamp_min(1) / 127
+        stored_scale = scale[:, 0].half()
+    else:
+        scale = (clip / 127).where(clip > 0, 1)
+        stored_scale = scale.squeeze()
     torch.maximum(rows, -clip, out=values)  # with minimum three times as fast as clamp
     torch.minimum(values, clip, out=values)
     quantized = values.div_(scale).round_().to(torch.int8)  # clip / scale is 127 at most
-    scale = scale[:, 0].half() if tensor.ndim == 2 else scale.squeeze()
-    return quantized.view(tensor.shape), scale
+    return quantized.view(tensor.shape), stored_scale
 
 def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
-    """Returns the object of the int8 artifact and its payload in bytes: large float tensors as int8
-    with scales, small ones as float16, or float32 where a pattern asks for it."""
-    quantized, scales, dtypes, passthrough, qmeta, originals = ({} for _ in range(6))
+    """The object of the int8 artifact and its payload in bytes: large float tensors as int8 with
+    scales, small ones as float16, or float32 where a pattern asks for it."""
+    artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
+                "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {}}
     for name, tensor in state.items():
-        t, dtype = tensor.detach().cpu().contiguous(), str(tensor.dtype).removeprefix("torch.")
-        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
-            (quantized[name], scales[name]), dtypes[name] = quantize_tensor(t), dtype
-            if t.ndim == 2:
-                qmeta[name] = {"scheme": "per_row", "axis": 0}
-            continue
-        keep = matches(name, config.int8_keep_float_fp32_name_patterns)
-        stored = torch.float32 if keep else torch.float16
-        passthrough[name] = t.to(stored) if t.is_floating_point() else t
-        if passthrough[name].dtype != t.dtype:
-            originals[name] = dtype
-    payload = sum(t.nbytes for part in (quantized, scales, passthrough) for t in part.values())
-    return {"__quant_format__": INT8_FORMAT, "quantized": quantized, "scales": scales,
-            "dtypes": dtypes, "passthrough": passthrough, "qmeta": qmeta,
-            "passthrough_orig_dtypes": originals}, payload
+        tensor = tensor.detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if not tensor.is_floating_point():
+            artifact["passthrough"][name] = tensor
+        elif tensor.numel() > config.int8_keep_float_max_numel:
+            artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(tensor)
+            artifact["dtypes"][name] = dtype
+            if tensor.ndim == 2:
+                artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
+        else:
+            keep = matches(name, config.int8_keep_float_fp32_name_patterns)
+            stored = tensor.to(torch.float32 if keep else torch.float16)
+            artifact["passthrough"][name] = stored
+            if stored.dtype != tensor.dtype:
+                artifact["passthrough_orig_dtypes"][name] = dtype
+    stored = ("quantized", "scales", "passthrough")
+    tensors = [t for part in stored for t in artifact[part].values()]
+    return artifact, sum(t.nbytes for t in tensors)
 
 def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an int8 artifact. ValueError: one that is wanted has no sound values."""
+    """The tensors of an int8 artifact. ValueError: one has another shape than in `wanted`, or a
+    scale that is not a positive number."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
-        rows, scale = quantized.shape[:1] if quantized.ndim == 2 else (), artifact["scales"][name]
-        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
-                and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = artifact["scales"][name]
+        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
+        same_shape = quantized.shape == wanted[name].shape and scale.shape == rows
+        require(same_shape and quantized.dtype == torch.int8,
+                f"{name} or its scale has another shape or type")
         scale = scale.float()
-        require(bool(((scale > 0) & scale.isfinite()).all()), f"{name} has no sound scales")
+        require(bool((scale > 0).all() and scale.isfinite().all()), f"{name} has no sound scales")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
 
 def read_archive(data: bytes):
-    """What torch.save wrote into `data`, as data: no code is run, nothing inflates, and every entry
-    is as its checksum says. Torch reads a copy, so that it sees the entries that were looked at.
+    """What torch.save wrote, as data: no code is run, nothing inflates, every checksum is compared.
     Many kinds of errors: it is something else."""
-    clean = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(clean, "w") as copy:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
-        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
-        for entry in entries:
-            content = archive.read(entry)
-            if entry.filename.endswith("/data.pkl"):
-                names = {name for op, name, _ in pickletools.genops(content) if op.name == "GLOBAL"}
-                require(all(map(PICKLED.fullmatch, names)), f"it names more than tensors: {names}")
-            copy.writestr(entry.filename, content)
-    clean.seek(0)
-    return torch.load(clean, map_location="cpu", weights_only=True)
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        size = sum(entry.file_size for entry in entries)
+        require(stored and size <= len(data), "it has packed entries")
+        damaged = archive.testzip()
+        require(damaged is None, f"its entry {damaged} is damaged")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """ValueError: names or shapes differ, or one is no tensor of numbers like the wanted one."""
@@ -945,14 +988,18 @@ def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
                 and t.is_floating_point() == like.is_floating_point(),
                 f"{name} is not the {like.dtype} {tuple(like.shape)} that this model has")
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copies a state dict, an int8 artifact or the weights of a checkpoint into the model.
-    ValueError: it is none, damaged, of another model, or larger than one of this can be."""
+def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
+    """Copy a state dict, an int8 artifact or the weights of a checkpoint into the model.
+    ValueError: it is none of them, damaged, of another model, larger than one of this model can be,
+    or its sha256 is not `digest`."""
     wanted = model.state_dict()
+    # A checkpoint has weights and two moments, all in float32 at most.
     limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
+        require(digest in ("", sha256(data).hexdigest()), "another run has written it: give each "
+                "run an OUT_DIR of its own")
         if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
             inflater = zlib.decompressobj()
             data = inflater.decompress(data, limit + 1)
@@ -961,17 +1008,16 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         state = read_archive(data)
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
-        elif "tensors" in state:
-            state = {name.removeprefix("model."): t for name, t in state["tensors"].items()
-                     if name.startswith("model.")}
+        elif "optimizers" in state:
+            state = state["model"]
         check_tensors(state, wanted)
         model.load_state_dict(dict(state))  # without what a state dict may say about itself
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes under a temporary name and renames, so that `path` is never half a file, even after a
-    loss of power. OSError: nothing was written, and how to go on."""
+    """Write under a temporary name and rename, so that `path` is never half a file, even after a
+    loss of power. OSError: nothing was written."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -981,190 +1027,162 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written: {error}; if CHECKPOINT_EVERY is set, "
-                      "RESUME=auto goes on from the latest checkpoint") from None
+        raise OSError(f"{path} could not be written: {error}") from None
 
 def saved(value) -> bytes:
     """What torch.save writes."""
-    torch.save(value, buffer := io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
     return buffer.getvalue()
 
+def write_artifact(run: "Run", source: str) -> None:
+    """Write final_model.pt and final_model.int8.ptz, and put what the artifact holds into the
+    model."""
+    log = run.log
+    folder = Path(run.config.out_dir)
+    code = source.encode("utf-8")
+    state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
+    floats = saved(state)
+    write_whole(folder / "final_model.pt", floats)
+    log.line(f"Serialized model: {len(floats)} bytes")
+    log.line(f"Code size: {len(code)} bytes")
+    log.line(f"Total submission size: {len(floats) + len(code)} bytes")
+    artifact, payload = quantize(state, run.config)
+    raw = saved(artifact)
+    data = zlib.compress(raw, 9)
+    digest = sha256(data).hexdigest()
+    write_whole(folder / "final_model.int8.ptz", data)
+    ratio = sum(t.nbytes for t in state.values()) / payload
+    log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
+             f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
+    log.line(f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
+    log.event("export", step=run.step, model_bytes=len(floats), code_bytes=len(code),
+              code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
+              artifact_bytes=len(data), artifact_sha256=digest)
+    load_weights(run.model, folder / "final_model.int8.ptz", digest)
+
 def export(run: "Run", source: str) -> None:
-    """Writes final_model.pt and final_model.int8.ptz, reads the artifact back and scores it."""
-    log, folder, code = run.log, Path(run.config.out_dir), source.encode("utf-8")
+    """Write the artifact, and score what is read back from its file."""
     if run.ranks.rank == 0:
-        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
-        artifact, payload = quantize(state, run.config)
-        raw = saved(artifact)
-        with ThreadPoolExecutor(1) as thread:  # the disk and the compressor work at the same time
-            packed = thread.submit(zlib.compress, raw, 9)
-            write_whole(folder / "final_model.pt", floats := saved(state))
-            data = packed.result()
-        log.line(f"Serialized model: {len(floats)} bytes")
-        log.line(f"Code size: {len(code)} bytes")
-        log.line(f"Total submission size: {len(floats) + len(code)} bytes")
-        write_whole(folder / "final_model.int8.ptz", data)
-        ratio = sum(t.nbytes for t in state.values()) / payload
-        log.line(f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
-                 f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)")
-        log.line(f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
-        log.event("export", step=run.step, model_bytes=len(floats), code_bytes=len(code),
-                  code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
-                  artifact_bytes=len(data), artifact_sha256=sha256(data).hexdigest())
-        load_weights(run.model, folder / "final_model.int8.ptz")
+        write_artifact(run, source)
     for p in run.model.parameters():  # only the main rank is sure to see the file
-        run.ranks.reduce(p.data if run.ranks.rank == 0 else p.data.zero_())
+        run.ranks.broadcast(p.data)
     started = run.ranks.now_ms()
     score = evaluate(run)
     eval_ms = run.ranks.now_ms() - started
-    log.line(f"final_int8_zlib_roundtrip {score_text(score, 4, f'eval_time:{eval_ms:.0f}ms')}")
-    log.line(f"final_int8_zlib_roundtrip_exact {score_text(score, 8)}")
-    log.event("final", step=run.step, **score, eval_time_ms=eval_ms)
+    run.log.line(f"final_int8_zlib_roundtrip {score_text(score, 4, f'eval_time:{eval_ms:.0f}ms')}")
+    run.log.line(f"final_int8_zlib_roundtrip_exact {score_text(score, 8)}")
+    run.log.event("final", step=run.step, **score, eval_time_ms=eval_ms)
 
-# ---- Checkpoints and faults --------------------------------------------------------------------
-# A checkpoint is RUN_ID_STEP_DIGEST.pt: a dict as torch.save writes it, named by its sha256.
-CHECKPOINT_NAME = re.compile(r"(.+)_(\d{8})_([0-9a-f]{16})\.pt")
+# ---- Checkpoints -------------------------------------------------------------------------------
+CHECKPOINT_FORMAT = 2
+CHECKPOINT_NAME = re.compile(r"(.+)_\d{8}(_[0-9a-f]{16})?\.pt")  # RUN_ID_STEP.pt; 1 had a digest
 
-def find_checkpoints(config: Config, ending: str = "") -> list[Path]:
-    """The checkpoints of RUN_ID, or of all runs if that is empty; the newest one comes first. Those
-    that a killed process has left unfinished have the `ending` ".tmp"."""
-    folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
-    names = [(path, CHECKPOINT_NAME.fullmatch(path.name.removesuffix(ending)))
-             for path in folder.glob("*.pt" + ending)]
-    found = [path for path, name in names if name and config.run_id in ("", name[1])]
+def checkpoint_folder(config: Config) -> Path:
+    """CHECKPOINT_DIR, or OUT_DIR/checkpoints if that is empty."""
+    return Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
+
+def list_checkpoints(config: Config) -> list[Path]:
+    """The checkpoints of RUN_ID, or of every run if that is empty, the newest one first."""
+    found = []
+    for path in checkpoint_folder(config).glob("*.pt"):
+        name = CHECKPOINT_NAME.fullmatch(path.name)
+        if name and config.run_id in ("", name[1]):
+            found.append(path)
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def read_checkpoint(path: Path) -> dict:
-    """ValueError: the file is not whole, or is no checkpoint."""
+    """What save_checkpoint wrote. ValueError: damaged, something else, or of another format."""
     try:
-        data, name = path.read_bytes(), CHECKPOINT_NAME.fullmatch(path.name)
-        digest = sha256(data).hexdigest()
-        require(name and digest.startswith(name[3]), f"its sha256 is {digest}, but its name has to "
-                "be RUN_ID_STEP_DIGEST.pt with the first 16 digits of that")
-        state = read_archive(data)
-        require(state["format"] in (1,), "its format is not 1")
-        plain = (*state["config"].values(), *state["config"])
-        require(all(type(x) in (str, int, float, bool) for x in plain), "it is no checkpoint")
+        state = read_archive(path.read_bytes())
+        require(isinstance(state, dict) and "format" in state, "it is not a checkpoint")
+        require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, and this "
+                f"train_gpt.py reads {CHECKPOINT_FORMAT}: resume it with the script that wrote it")
+        plain = (*state["config"].keys(), *state["config"].values())
+        require(all(type(x) in (str, int, float, bool) for x in plain), "its settings are damaged")
         return state
-    except Exception as error:  # what is hostile or damaged fails in many ways
+    except Exception as error:  # a damaged or hostile file fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
 
-def find_resumable(config: Config, ranks: Ranks) -> tuple[Path | None, dict | None, list[str]]:
-    """The checkpoint that RESUME means, what it holds, and lines about the ones that were skipped.
-    ValueError: the named one is not whole."""
-    path, lines = Path(config.resume) if config.resume not in ("", "auto") else None, []
-    state = None
-    searches = config.resume == "auto" and ranks.rank == 0
-    for candidate in find_checkpoints(config) if searches else ():
+def find_checkpoint(config: Config, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The checkpoint that RESUME names, or with "auto" the newest one that can be read, and lines
+    about those that cannot. All ranks get the path that the main rank found."""
+    if config.resume != "auto":
+        return Path(config.resume) if config.resume else None, []
+    usable, warnings_found = None, []
+    for path in list_checkpoints(config) if ranks.rank == 0 else []:
         try:
-            path, state = candidate, read_checkpoint(candidate)
+            read_checkpoint(path)
+            usable = path
             break
         except ValueError as error:
-            lines.append(f"warning: {error}")
-    if ranks.world_size > 1:  # all go on from the one that the main rank found
-        dist.broadcast_object_list(choice := [path])
-        path = choice[0]
-    return path, read_checkpoint(path) if path and not state else state, lines
+            warnings_found.append(f"warning: {error}")
+    if ranks.world_size > 1:
+        choice = [usable]
+        dist.broadcast_object_list(choice)
+        usable = choice[0]
+    return usable, warnings_found
 
 def check_settings(config: Config, state: dict, path: Path) -> None:
     """ValueError names the settings in which the run differs from its checkpoint."""
-    now, then = asdict(config), state["config"]  # an older one lacks what had no variable then
-    fixed = {f.name: then.get(f.name, f.default) for f in fields(Config) if not f.metadata["free"]}
-    changed = [f"{name.upper()} was {value!r} and is {now[name]!r}"
-               for name, value in fixed.items() if value != now[name]]
-    require(not changed, f"RESUME: {path} is of a run with other settings: {'; '.join(changed)}")
+    changed = []
+    for f in fields(Config):
+        then = state["config"].get(f.name, f.default)  # an older script had no such variable
+        now = getattr(config, f.name)
+        if then != now and not f.metadata["free"]:
+            changed.append(f"{f.name.upper()} was {then!r} and is {now!r}")
+    require(not changed, f"RESUME: {path} was trained with other settings: {'; '.join(changed)}")
 
-def state_tensors(run: "Run") -> dict[str, Tensor]:
-    """The live tensors of model and optimizers, by name. All ranks have the same."""
-    tensors = {f"model.{name}": t for name, t in run.model.state_dict().items()}
-    for kind, optimizer in zip(("adam", "muon"), run.optimizers):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors |= {f"{kind}.{i}.{name}": t for i, p in enumerate(params)
-                    for name, t in optimizer.state.get(p, {}).items()}
-    return tensors
+def state_of(run: "Run") -> dict:
+    """Everything that training changes; the tensors are the live ones."""
+    return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+            "scaler": run.scaler.state_dict()}
 
-def save_checkpoint(run: "Run") -> None:
-    """Copies the state of the run to host memory; a thread writes it, and then deletes all but the
-    KEEP_CHECKPOINTS newest of the run. What is not finite, or comes after a fault that ends the
-    run, is not saved."""
-    finite = run.ranks.rank or nn.utils.get_total_norm(list(run.model.parameters())).isfinite()
-    if run.ranks.rank > 0 or run.faults[-1] >= 0 or not finite:
-        return
-    state = {"format": 1, "step": run.step, "time_ms": run.time_ms, "config": asdict(run.config),
-             "scaler": run.scaler.state_dict(), "random": torch.get_rng_state(),
-             "tensors": {n: t.detach().to("cpu", copy=True) for n, t in state_tensors(run).items()}}
+def restore(run: "Run", state: dict) -> None:
+    """Put the run where it was when state_of gave `state`."""
+    run.model.load_state_dict(state["model"])
+    for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+    run.scaler.load_state_dict(state["scaler"])
+    run.step = int(state["step"])
+    run.time_ms = float(state["time_ms"])
 
-    def write() -> None:
-        config, data = run.config, saved(state)
-        folder = Path(config.checkpoint_dir or Path(config.out_dir, "checkpoints"))
-        name = f"{config.run_id}_{state['step']:08d}_{sha256(data).hexdigest()[:16]}.pt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / name, data)
-            others = [path for path in find_checkpoints(config) if path.name != name]
-            for old in others[config.keep_checkpoints - 1:] + find_checkpoints(config, ".tmp"):
-                old.unlink()
-            run.log.event("checkpoint", step=state["step"], file=name, bytes=len(data))
-        except (OSError, MemoryError) as error:
-            run.log.line(f"warning: no checkpoint of step {state['step']}: {error}")
-
-    if run.writer:
-        run.writer.join()
-    run.writer = Thread(target=write)
-    run.writer.start()
-
-def restore(run: "Run", state: dict, path: Path) -> None:
-    """Puts the run where the checkpoint was made. ValueError: its tensors are not of this run."""
-    for p in run.model.parameters():
-        p.grad = torch.zeros_like(p)
-    run.optimizers[0].step()  # makes Adam's tensors, which are then replaced
-    run.model.zero_grad(set_to_none=True)
-    wanted = state_tensors(run)
+def resume(run: "Run", state: dict, path: Path) -> None:
+    """Continue from a checkpoint. ValueError: its tensors or its clock do not fit this run."""
     try:
-        check_tensors(state["tensors"], wanted)
-        for name, t in wanted.items():
-            t.copy_(state["tensors"][name])
-        run.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["random"])
-        run.step, run.time_ms = int(state["step"]), float(state["time_ms"])
-        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
-                "step or clock cannot be")
-    except Exception as error:  # what is hostile fails in many ways
-        raise ValueError(f"checkpoint {path} is of no run like this one: {error}") from None
+        check_tensors(state["model"], run.model.state_dict())
+        restore(run, state)
+        require(0 <= run.step <= run.config.iterations, f"step {run.step} is not in this run")
+        require(0 <= run.time_ms < math.inf, f"its clock says {run.time_ms} ms")
+    except Exception as error:  # a hostile file fails in many ways
+        raise ValueError(f"checkpoint {path} does not fit this run: {error}") from None
     run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=str(path))
     run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {path}")
 
-def check_faults(run: "Run", known: int) -> int:
-    """Logs the steps that were left out since there were `known` ones; returns how many there are.
-    FloatingPointError: more than SKIP_NONFINITE."""
-    steps = [step for step in run.faults.tolist() if step >= 0]
-    for step in steps[known:]:
-        place = run.loader.place(step)
-        run.log.event("nonfinite", step=step + 1, batch=place)
-        text = (f"nonfinite: loss or gradient of step:{step + 1} is not finite: the weights stay "
-                f"as they were; its batch starts in {place}")
-        run.log.line(text)
-    if len(steps) > run.config.skip_nonfinite:
-        raise FloatingPointError(f"{text} (all of it: logs/{run.config.run_id}.jsonl). Checkpoints "
-                                 f"stay good; SKIP_NONFINITE=N would leave out N such steps")
-    return len(steps)
-
-def catch_signals(run: "Run") -> None:
-    """Lets SIGTERM and SIGINT end the run after a step and a checkpoint; a second one ends it now,
-    unless it comes at once: launchers repeat what a terminal has sent to all."""
-    def handle(number: int, _, first=[]) -> None:
-        if first and time.monotonic() > first[0] + 2:
-            os._exit(128 + number)
-        first.append(time.monotonic())
-        run.signal = run.signal or number
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+def save_checkpoint(run: "Run") -> None:
+    """Write the state of the run, and keep the KEEP_CHECKPOINTS newest of its checkpoints. A failed
+    write only warns. FloatingPointError: a step was not finite, so that nothing is written."""
+    stop_if_not_finite(run)
+    if run.ranks.rank > 0:
+        return
+    config = run.config
+    path = checkpoint_folder(config) / f"{config.run_id}_{run.step:08d}.pt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(config), **state_of(run)})
+        write_whole(path, data)
+        for old in list_checkpoints(config)[config.keep_checkpoints:]:
+            old.unlink()
+    except OSError as error:
+        run.log.line(f"warning: no checkpoint of step {run.step}: {error}")
+        return
+    run.log.event("checkpoint", step=run.step, file=path.name, bytes=len(data))
 
 # ---- Training ----------------------------------------------------------------------------------
 @dataclass
 class Run:
-    """What a run is made of."""
+    """What a run is made of, and how far it has come."""
     config: Config
     ranks: Ranks
     log: RunLog
@@ -1175,127 +1193,194 @@ class Run:
     val_raw_bytes: int | None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scaler: torch.amp.GradScaler | None = None
-    faults: Tensor | None = None  # steps that were left out, then -1; int64 (SKIP_NONFINITE + 1,)
+    first_bad: Tensor | None = None  # first step that was not finite, or -1; int64 on the device
     step: int = 0  # steps done
     time_ms: float = 0.0  # on the training clock
     signal: int = 0  # that asks this process to stop
-    writer: Thread | None = None  # of the latest checkpoint
-    checkpoint: tuple[dict, Path] | None = None  # to go on from
 
-def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
-    """One update, or none where the loss or a gradient is not finite; the device decides that, so
-    that the host need not wait. Returns the mean loss over the ranks and the global norm of the
-    averaged gradients, both 0-d float32 on the device. `micro_batches` leaves out the others."""
-    config, loss_sum = run.config, 0.0
-    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-        group["lr"] = group["base_lr"] * factor
-        if "momentum" in group:
-            group["momentum"] = muon_momentum(config, run.step)
+class Clock:
+    """The training clock, which validations do not move. The ranks agree on it, and on signals, in
+    every tenth step, near the cap and where steps are slow, because agreeing waits for the device.
+    In between it advances at the pace of the steps before, so that all ranks stop together."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.cap_ms = run.config.max_wallclock_seconds * 1000 or math.inf
+        self.pace = run.time_ms / max(run.step, 1)  # ms a step
+        self.first_step = run.step + 1
+        self.agreed_step = run.step
+        self.agreed_ms = run.time_ms
+        self.rated_step = run.step
+        self.rated_ms = run.time_ms
+        self.signal = 0
+        self.origin = run.ranks.now_ms() - run.time_ms
+
+    def advance(self, agree: bool) -> None:
+        """Count one more step; `agree` asks for an agreement after it."""
+        run = self.run
+        run.step += 1
+        run.time_ms += self.pace
+        near_cap = self.left_ms() < 20 * self.pace
+        slow = run.ranks.device.type == "cpu" or self.pace > 1000 or run.step == self.first_step
+        if agree or near_cap or slow or run.step % 10 == 0:
+            self.agree()
+
+    def agree(self) -> None:
+        """Wait for all ranks and take the largest of their clocks. FloatingPointError: a step was
+        not finite."""
+        run = self.run
+        if run.step == self.agreed_step:
+            return
+        stop_if_not_finite(run)
+        now = run.ranks.now_ms() - self.origin
+        run.time_ms, signal_number = run.ranks.largest(now, run.signal)
+        self.signal = int(signal_number)
+        self.pace = (run.time_ms - self.agreed_ms) / (run.step - self.agreed_step)
+        self.agreed_step = run.step
+        self.agreed_ms = run.time_ms
+
+    def left_ms(self) -> float:
+        """Time until the cap; infinite without one."""
+        return self.cap_ms - self.run.time_ms
+
+    def eta_s(self) -> float:
+        """Seconds until the last step or the cap, at the average pace so far."""
+        steps_left = self.run.config.iterations - self.run.step
+        return max(0.0, min(self.left_ms(), steps_left * self.run.time_ms / self.run.step)) / 1000
+
+    def steps_per_second(self) -> float:
+        """The speed since the last call."""
+        steps = self.run.step - self.rated_step
+        seconds = (self.run.time_ms - self.rated_ms) / 1000
+        self.rated_step = self.run.step
+        self.rated_ms = self.run.time_ms
+        return steps / max(seconds, 1e-9)
+
+    @contextmanager
+    def paused(self):
+        """Leave what is done inside off the clock."""
+        started = self.run.ranks.now_ms()
+        yield
+        self.origin += self.run.ranks.now_ms() - started
+
+def stop_if_not_finite(run: Run) -> None:
+    """FloatingPointError names the first step whose loss or gradient norm was not finite, if there
+    was one, and where its batch begins."""
+    step = int(run.first_bad)
+    if step < 0:
+        return
+    place = run.loader.place(step)
+    run.log.event("nonfinite", step=step + 1, batch=place)
+    text = f"loss or gradient of step:{step + 1} is not finite; its batch begins in {place}"
+    run.log.line(f"nonfinite: {text}")
+    raise FloatingPointError(f"{text}. Checkpoints are from before it. A smaller learning rate or "
+                             "GRAD_CLIP_NORM=1 may help")
+
+def stop_on_signals(run: Run) -> None:
+    """Let SIGTERM and SIGINT end the run after a step and a checkpoint."""
+    def remember(number: int, _) -> None:
+        run.signal = number  # launchers repeat a signal, so another one changes nothing
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+
+def set_rates(run: Run, factor: float) -> None:
+    """Set the learning rates and Muon's momentum of the next step."""
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+            if "momentum" in group:
+                group["momentum"] = muon_momentum(run.config, run.step)
+
+def forward_backward(run: Run, micro_batches: int | None) -> Tensor:
+    """Add up the gradients of this rank's part of a step, in micro-batches; return their mean loss,
+    0-d float32 on the device. `micro_batches` leaves out the others."""
     inputs, targets = run.loader.batch(run.step)
-    rows = config.micro_batch_tokens // config.train_seq_len
+    rows = run.config.micro_batch_tokens // run.config.train_seq_len
+    loss_sum = torch.zeros((), device=run.ranks.device)
     for x, y in list(zip(inputs.split(rows), targets.split(rows)))[:micro_batches]:
         loss = run.model(x, y) * (len(x) / len(inputs))
         run.scaler.scale(loss).backward()
-        loss_sum = loss_sum + loss.detach()
+        loss_sum += loss.detach()
+    return loss_sum
+
+def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
+    """One update at `factor` times the base learning rates. Returns the mean loss over the ranks
+    and the global norm of the averaged gradients, both 0-d float32 on the device."""
+    config = run.config
+    set_rates(run, factor)
+    loss = forward_backward(run, micro_batches)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    average([*grads, loss_sum], run.ranks)
+    average([*grads, loss], run.ranks)
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
+    # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
     norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
-    if config.grad_clip_norm > 0:  # an overflow is infinite; it must not make NaN of the rest
+    if config.grad_clip_norm > 0:
         nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
-    # In float16 gradients overflow now and then; the scaler leaves such steps out by itself.
-    finite = (loss_sum if config.dtype == "float16" else loss_sum + norm).isfinite()
-    free = (run.faults < 0) & ((run.faults < 0).cumsum(0) == 1)
-    run.faults = torch.where(free & ~finite, run.step, run.faults)
-    skip = ~finite | (run.faults[-1] >= 0)  # too many: nothing is touched any more
+    watched = loss if config.dtype == "float16" else loss + norm
+    is_first_bad = ~watched.isfinite() & (run.first_bad < 0)
+    run.first_bad = torch.where(is_first_bad, run.step, run.first_bad)
     for optimizer in run.optimizers:
-        if config.fused:
-            optimizer.found_inf = skip.float()
-        if config.fused or not skip:  # other Adams have no mask, so the host must wait
-            run.scaler.step(optimizer)
+        run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    return loss_sum, norm
+    return loss, norm
 
 def warm_up(run: Run) -> None:
-    """Runs WARMUP_STEPS steps of one micro-batch, so that first calls are off the clock, then puts
-    weights and optimizer state back to the start."""
-    initial = {name: t.clone() for name, t in run.model.state_dict().items()}
-    for step in range(1, (steps := run.config.warmup_steps) + 1):
+    """Run WARMUP_STEPS steps of one micro-batch, so that first calls are off the clock, then put
+    everything back."""
+    steps = run.config.warmup_steps
+    before = copy.deepcopy(state_of(run))
+    for step in range(1, steps + 1):
         train_step(run, 1.0, micro_batches=1)
         if steps <= 20 or step % 10 == 0 or step == steps:
             run.log.line(f"warmup_step:{step}/{steps}")
-    run.model.load_state_dict(initial)
-    build_optimizers(run)
+    restore(run, before)
+    run.first_bad.fill_(-1)
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done in this one; 0: never."""
+    return every > 0 and step % every == 0
 
 def train(run: Run) -> int:
-    """Trains until ITERATIONS, the cap of the wall clock or a signal, and returns the signal, else
-    0. The training clock is the time since `origin`, which validations move by what they take. The
-    ranks agree on it and on signals, and wait for their devices, every tenth step, near the cap and
-    where steps are slow; in between it goes on at its pace, so that all stop at the same step."""
-    config, ranks, log, every = run.config, run.ranks, run.log, run.config.checkpoint_every
-    cap_ms, mean_loss = config.max_wallclock_seconds * 1000 or math.inf, math.nan
-    logged = agreed = (run.step, run.time_ms)
+    """Train until ITERATIONS, the cap of the wall clock or a signal; return the signal, else 0."""
+    config = run.config
+    log = run.log
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
-    origin, pace = ranks.now_ms() - run.time_ms, run.time_ms / max(run.step, 1)
-    amount, by_time = float(every.rstrip("s")), every.endswith("s")
-    saved = time.monotonic() if by_time else run.step
-    started, asked, faults = run.step, 0, 0
+    clock = Clock(run)
+    shown_loss = math.nan
     while True:
-        last = run.time_ms >= cap_ms or run.step >= config.iterations
-        if last or (config.val_loss_every and run.step % config.val_loss_every == 0):
-            paused = ranks.now_ms()
-            score, val_ms = evaluate(run), paused - origin
-            times = f"train_time:{val_ms:.0f}ms step_avg:{val_ms / max(run.step, 1):.2f}ms"
-            log.line(f"step:{run.step}/{config.iterations} {score_text(score, 4, times)}")
-            log.event("val", step=run.step, **score, train_time_ms=val_ms)
-            gc.collect()
-            origin += ranks.now_ms() - paused
-        if last:
+        finished = run.step >= config.iterations or clock.left_ms() <= 0
+        if finished or is_due(run.step, config.val_loss_every):
+            clock.agree()
+            with clock.paused():
+                log_validation(run)
+                gc.collect()
+        if finished:
             break
-        factor, log_every = lr_factor(config, run.step, run.time_ms), config.train_log_every
-        log_this = run.step < 10 or (log_every > 0 and (run.step + 1) % log_every == 0)
-        loss, norm = train_step(run, factor)
-        run.step, run.time_ms = run.step + 1, run.time_ms + pace
-        epochs = run.loader.epochs(run.step)
-        if int(epochs) > int(run.loader.epochs(run.step - 1)) and not config.overfit:
+        loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
+        log_this = run.step < 10 or is_due(run.step + 1, config.train_log_every)
+        clock.advance(agree=log_this or run.step + 1 == config.iterations)
+        if run.loader.wraps_around(run.step):
             log.line(f"train_loader:wrap_around step:{run.step}/{config.iterations} epoch:"
-                     f"{epochs:.3f} of {run.loader.tokens} tokens")
-        ended, near = run.step >= config.iterations, cap_ms - run.time_ms < 20 * pace
-        slow = ranks.device.type == "cpu" or pace > 1000 or run.step == started + 1
-        if log_this or ended or near or slow or run.step % 10 == 0:
-            run.time_ms, asked = ranks.largest(ranks.now_ms() - origin, run.signal)
-            pace = (run.time_ms - agreed[1]) / (run.step - agreed[0])
-            agreed, faults = (run.step, run.time_ms), check_faults(run, faults)
-        stopped, left = run.time_ms >= cap_ms, cap_ms - run.time_ms
-        eta = max(0.0, min(left, (config.iterations - run.step) * run.time_ms / run.step)) / 1000
-        if log_this or stopped:
-            mean_loss = loss.item()
-            log_step(run, eta, logged, mean_loss, norm.item())
-            logged = agreed
-        log.progress(f"step {run.step} loss {mean_loss:.4f} eta {eta / 60:.1f}m")
-        now = time.monotonic() if by_time else run.step
-        if asked or (amount and (stopped or ended or now - saved >= amount)):
+                     f"{run.loader.epochs(run.step):.3f} of {run.loader.tokens} tokens")
+        capped = clock.left_ms() <= 0
+        if log_this or capped:
+            shown_loss = loss.item()
+            log_step(run, clock, shown_loss, norm.item())
+        log.progress(f"step {run.step} loss {shown_loss:.4f} eta {clock.eta_s() / 60:.1f}m")
+        last = capped or run.step >= config.iterations
+        due = config.checkpoint_every and (last or is_due(run.step, config.checkpoint_every))
+        if clock.signal or due:
             save_checkpoint(run)
-            saved = now
-        if asked:
-            if run.writer:  # a launcher ends all ranks as soon as one has left
-                run.writer.join()
-            log.line(f"stopped: signal {asked:.0f} after step:{run.step}; RESUME=auto goes on")
+        if clock.signal:
+            log.line(f"stopped: signal {clock.signal} after step:{run.step}; RESUME=auto continues")
             break
     gc.enable()
-    if run.step < config.iterations and not asked:
-        text = f"train_time:{run.time_ms:.0f}ms step:{run.step}/{config.iterations}"
-        log.line(f"stopping_early: wallclock_cap {text}")
-    if run.loader:
-        epochs, unique = run.loader.epochs(run.step), run.loader.unique_tokens(run.step)
-        tokens = run.loader.tokens
-        log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {tokens}")
-        log.event("data", epochs=epochs, unique_tokens=unique, tokens=tokens)
-    log.line("peak memory allocated: %d MiB reserved: %d MiB" % peak_memory_mib(ranks.device))
-    return int(asked)
+    log_end(run, stopped_early=run.step < config.iterations and not clock.signal)
+    return clock.signal
 
 def compile_model(run: Run) -> None:
     """Compiles the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
@@ -1315,7 +1400,7 @@ def compile_model(run: Run) -> None:
     run.ranks.largest(0)  # waits for all
     model.zero_grad(set_to_none=True)
 
-def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Config, bool]:
+def resolve(config: Config, ranks: Ranks) -> tuple[Config, bool]:
     """Puts values in the place of everything automatic; also says whether to repeat kv heads."""
     on_cuda, on_cpu = (ranks.device.type == kind for kind in ("cuda", "cpu"))
     builds = on_cpu and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
@@ -1323,8 +1408,7 @@ def resolve(config: Config, ranks: Ranks, checkpoint: Path | None) -> tuple[Conf
     auto = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else "float32",
             "compile": "1" if on_cuda or builds else "0"}
     auto = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
-    resumed = checkpoint and CHECKPOINT_NAME.fullmatch(checkpoint.name)[1]
-    auto |= {"device": ranks.device.type, "run_id": config.run_id or resumed or new_run_id()}
+    auto |= {"device": ranks.device.type, "run_id": config.run_id or new_run_id()}
     accum, tokens = split_batch(config, ranks.world_size)
     span, length = tokens // (accum * ranks.world_size), config.train_seq_len
     size = config.model_dim * getattr(torch, auto.get("dtype", config.dtype)).itemsize
@@ -1342,8 +1426,11 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Finds every mistake that can be found before training, opens the log and builds the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    path, state, notes = find_resumable(config, ranks)
-    config, repeat_kv = resolve(config, ranks, path)
+    path, notes = find_checkpoint(config, ranks)
+    state = read_checkpoint(path) if path else None
+    if state and not config.run_id:
+        config = replace(config, run_id=state["config"]["run_id"])
+    config, repeat_kv = resolve(config, ranks)
     kind, *validation = load_validation(config)
     loader = TokenLoader(config, ranks) if config.iterations else None
     if state:
@@ -1357,7 +1444,6 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} cannot be written to")
     log = RunLog(config.run_id, source, ranks.rank == 0)
     run = Run(config, ranks, log, model, loader, *validation)
-    run.checkpoint = (state, path) if state else None
     announce(run, kind, repeat_kv, overrides)
     for note in notes:
         run.log.line(note)
@@ -1368,6 +1454,8 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
         run.log.line(f"parameters:{group['kind']} lr:{group['lr']} weight_decay:"
                      f"{group['weight_decay']} tensors:{len(group['params'])} numbers:"
                      f"{sum(p.numel() for p in group['params'])}")
+    if state:
+        resume(run, state, path)
     return run
 
 def announce(run: Run, kind: str, repeat_kv: bool, overrides: dict) -> None:
@@ -1409,12 +1497,9 @@ def main() -> None:
     source, name = Path(__file__).read_text(encoding="utf-8"), Path(__file__).name
     try:
         run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
-        catch_signals(run)
+        stop_on_signals(run)
         if run.loader:
             warm_up(run)
-        if run.checkpoint:
-            restore(run, *run.checkpoint)
-            run.checkpoint = None  # it takes as much memory as the run itself
         asked = train(run)
         if not asked:
             export(run, source)
