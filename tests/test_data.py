@@ -10,7 +10,7 @@ from conftest import one_process, tiny_config, write_shard
 
 
 @pytest.mark.parametrize("change, wanted", [
-    (dict(magic=7), "no token shard"), (dict(version=2), "no token shard"), (dict(count=9), "damaged"),
+    (dict(magic=7), "not a token shard"), (dict(version=2), "not a token shard"), (dict(count=9), "damaged"),
     (dict(count=11), "damaged"), (dict(count=0), "damaged"), (dict(count=-10), "damaged"),
 ])
 def test_wrong_headers(tmp_path, change, wanted):
@@ -24,20 +24,21 @@ def test_wrong_headers(tmp_path, change, wanted):
 def test_truncated_and_over_long_shards(tmp_path, size):
     path = write_shard(tmp_path / "x_train_000000.bin", range(10))
     path.write_bytes((path.read_bytes() + b"\0")[:size])
-    with pytest.raises(ValueError, match="no token shard|damaged"):
+    with pytest.raises(ValueError, match="not a token shard|damaged"):
         train_gpt.open_shard(path)
 
 
 def test_a_shard_without_tokens(tmp_path):
-    with pytest.raises(ValueError, match="0 tokens"):
+    with pytest.raises(ValueError, match="damaged"):
         train_gpt.open_shard(write_shard(tmp_path / "x_train_000000.bin", []))
 
 
-def test_ids_beyond_the_vocabulary_are_found_when_a_shard_is_opened(tmp_path):
-    path = write_shard(tmp_path / "x_train_000000.bin", [1, 2, 259])
-    assert train_gpt.open_shard(path, 260).tolist() == [1, 2, 259]
-    with pytest.raises(ValueError, match="token 259.*VOCAB_SIZE=259"):
-        train_gpt.open_shard(path, 259)
+def test_ids_beyond_the_vocabulary_are_found_in_the_validation_split(tmp_path):
+    write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + [259])
+    assert len(train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))[1]) == 33
+    write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + [260])
+    with pytest.raises(ValueError, match="x_val_000000.bin holds token 260.*VOCAB_SIZE=260"):
+        train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
 
 
 def test_missing_and_mixed_shards(tmp_path):
@@ -157,13 +158,11 @@ def test_a_batch_follows_from_the_number_of_its_step(tmp_path, loader):
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
-def test_the_place_of_a_step_is_where_its_first_token_lies(tmp_path, loader):
-    config, _ = shuffled_config(tmp_path)
+def test_the_start_of_a_piece_is_where_its_first_token_lies(tmp_path, loader):
+    config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
     for step in range(12):
-        name, place = stream.place(step).split(" at token ")
-        shard = train_gpt.open_shard(train_gpt.Path(name))
-        assert int(shard[int(place)]) == stream.batch(step)[0][0, 0].item()
+        assert tokens[stream.start(step * stream.pieces)] == stream.batch(step)[0][0, 0].item()
 
 
 @pytest.mark.parametrize("loader, epoch", [("sequential", 4317), ("shuffled", 134 * 32)])
@@ -202,8 +201,8 @@ def test_a_validation_split_shorter_than_a_row(tmp_path):
 
 def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    kind, tokens, byte_count, raw = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
-    assert (kind, len(tokens), byte_count, raw) == ("byte", 65, 63, None)  # 64 targets, one of them BOS
+    kind, tokens, byte_count = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+    assert (kind, len(tokens), byte_count) == ("byte", 65, 63)  # 64 targets, one of them BOS
 
 
 def mutate(random, content: bytes) -> bytes:
@@ -253,7 +252,7 @@ def test_a_thousand_damaged_shards_are_errors_or_read_as_they_are(tmp_path):
             if split == "train":
                 read = train_gpt.TokenLoader(config, one_process()).read(0, len(held))
             else:
-                _, read, charged, _ = train_gpt.load_validation(config)
+                _, read, charged = train_gpt.load_validation(config)
         except ValueError as error:
             assert str(path) in str(error) or proven and "manifest.json says" in str(error) or "too few" in str(error)
             outcomes["error"] += 1

@@ -133,17 +133,22 @@ def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
     config = tiny_config(num_heads=4, num_kv_heads=2)
     q, k, v = torch.randn(2, 4, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
     results = []
-    for asked in ("math", "flash", "cudnn", "auto"):
-        name, repeat = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), torch.device("cpu"))
+    for asked, wanted in (("math", "math"), ("flash", "flash"), ("auto", "flash")):
+        name = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), torch.device("cpu"))
         flags = torch.backends.cuda
         on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
               "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
-        assert [key for key, value in on.items() if value] == [name]
-        assert asked not in ("math", "flash") or name == asked  # cuDNN is not for CPUs: the first that runs
-        results.append(train_gpt.causal_attention(q, k, v, repeat))
-    results.append(train_gpt.causal_attention(q, k, v, True))
+        assert name == wanted and [key for key, value in on.items() if value] == [name]
+        results += [train_gpt.causal_attention(q, k, v, repeat) for repeat in (False, True)]
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_cannot_be_had_is_an_error():
+    """cuDNN's attention is not for CPUs."""
+    with pytest.raises(ValueError, match="ATTN=cudnn does not run float32 heads of width 16 here: .*ATTN=auto"):
+        train_gpt.choose_attention(tiny_config(attn="cudnn"), torch.device("cpu"))
+    train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))  # for the tests that follow
 
 
 def test_types_of_a_bfloat16_run():

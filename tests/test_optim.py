@@ -17,9 +17,10 @@ def make_run(**changes):
     config = tiny_config(**changes)
     torch.manual_seed(0)
     model = train_gpt.GPT(config)
-    run = train_gpt.Run(config, one_process(), None, model, None, None, 0, None)
-    train_gpt.build_optimizers(run)
-    return run
+    optimizers = train_gpt.build_optimizers(model, config, one_process())
+    scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
+    return train_gpt.Run(config, one_process(), types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None),
+                         model, optimizers, scaler, torch.tensor(-1), None, None, 0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -220,7 +221,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     def evaluate(run):
         clock[0] += 100.0
         off[0] += 100.0
-        return {"val_loss": 1.0, "val_bpb": 1.0}
+        return 1.0, 1.0
 
     off = [0.0]
     monkeypatch.setattr(train_gpt, "train_step", train_step)
@@ -230,8 +231,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
     run.log = log
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1,
-                                       wraps_around=lambda step: False, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
     train_gpt.train(run)
     total = 0.0
     steps = run.step
@@ -275,7 +275,7 @@ def test_a_compiled_model_computes_the_same(monkeypatch):
     eager, run = make_run(), make_run()
     run.log = types.SimpleNamespace(line=lines.append)
     run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
-    train_gpt.compile_model(run)
+    train_gpt.compile_model(run, required=True)
     assert lines == [] and all(p.grad is None for p in run.model.parameters())
     assert all(block._compiled_call_impl for block in run.model.blocks)
     assert run.model.state_dict().keys() == eager.model.state_dict().keys()
@@ -294,7 +294,7 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
         wanted = run.model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
     shapes, totals, forward = set(), [], run.model.forward
     monkeypatch.setattr(run.model, "forward", lambda x, y: (shapes.add(x.shape), forward(x, y))[1])
-    monkeypatch.setattr(train_gpt.Ranks, "reduce", lambda self, nats: totals.append(nats.clone()) or nats)
+    monkeypatch.setattr(train_gpt.Ranks, "sum", lambda self, nats: totals.append(nats.clone()) or nats)
     for rank in range(world_size):
         run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.evaluate(run)
@@ -310,20 +310,18 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
         clock[0] += 100.0 if run.step < 300 else 130.0
         return torch.tensor(1.0), torch.tensor(1.0)
 
-    def largest(*values):
+    def agree(*values):
         agreed.append(run.step)
         return list(values)
 
     for name, value in (("train_step", train_step), ("log_step", lambda *a: None),
-                        ("evaluate", lambda run: {"val_loss": 1.0, "val_bpb": 1.0}),
-                        ("peak_memory_mib", lambda device: (0, 0))):
+                        ("evaluate", lambda run: (1.0, 1.0))):
         monkeypatch.setattr(train_gpt, name, value)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None, progress=lambda text: None)
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1,
-                                       wraps_around=lambda step: False, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
     run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
-                                      now_ms=lambda: clock[0], largest=largest)
+                                      now_ms=lambda: clock[0], max=agree)
     train_gpt.train(run)
     assert 60_000 <= clock[0] < 60_130 and run.step == 300 + math.ceil(30_000 / 130)
     assert agreed[:11] == [*range(1, 11), 20] and agreed[-19:] == list(range(run.step - 18, run.step + 1))

@@ -28,13 +28,10 @@ PATTERNS = [
     r"train_batch_tokens:1024 train_seq_len:32 iterations:4 warmup_steps:1 max_wallclock_seconds:0.000",
     r"seed:1337",
     r"config:\{.*\}",
-    r"parameters:embed lr:0.03 weight_decay:0.0 tensors:1 numbers:8320",
-    r"parameters:scalar lr:0.02 weight_decay:0.0 tensors:9 numbers:\d+",
-    r"parameters:matrix lr:0.02 weight_decay:0.0 tensors:12 numbers:\d+",
     r"warmup_step:1/1",
     rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} train_time:\d+ms step_avg:{NUMBER}ms",
     *[rf"step:{n}/4 train_loss:\d\.\d{{4}} train_time:\d+ms step_avg:\d+\.\d\dms lr:\S+ grad_norm:{NUMBER} "
-      r"tok_per_sec:\d+ mfu:n/a mem:\d+MiB eta:\d+\.\dm epoch:0\.\d{3}" for n in (1, 2)],
+      r"tok_per_sec:\d+ mem:\d+MiB eta:\d+\.\dm epoch:0\.\d{3}" for n in (1, 2)],
     r"step:2/4 val_loss:.*",
     r"step:3/4 train_loss:.*", r"step:4/4 train_loss:.*", r"step:4/4 val_loss:.*",
     r"train_loader:epochs:0\.295 unique_tokens:4128 of 14000",
@@ -87,15 +84,15 @@ def test_events_are_unrounded_and_complete(finished):
     assert seen[8].pop("elapsed_s") and seen[8] == {"event": "data", "epochs": seen[6]["epoch"], "unique_tokens": 4128, "tokens": 14000}
 
 
-@pytest.mark.parametrize("loader, wraps", [("sequential", [2, 4]), ("shuffled", [2, 4])])
-def test_each_wrap_around_is_one_line(tmp_path, monkeypatch, capsys, loader, wraps):
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_epochs_are_counted_from_the_first_step(tmp_path, monkeypatch, capsys, loader):
     """The warm-up's steps are not counted; 14,000 tokens are 1.7 steps."""
     run_here(monkeypatch, tmp_path, *tiny_arguments(
         make_shards(tmp_path), LOADER=loader, TRAIN_BATCH_TOKENS=8192, WARMUP_STEPS=3, RUN_ID="run"))
     out = capsys.readouterr().out
-    found = [int(n) for n in re.findall(r"^train_loader:wrap_around step:(\d)/4 epoch:\d\.\d{3} of 14000", out, re.M)]
+    assert [float(epoch) for epoch in re.findall(r" epoch:(\S+)", out)] == pytest.approx([0.585, 1.17, 1.76, 2.34], abs=0.01)
     unique = 14000 if loader == "sequential" else 437 * 32
-    assert found == wraps and re.search(rf"^train_loader:epochs:2\.3.. unique_tokens:{unique} of 14000$", out, re.M)
+    assert re.search(rf"^train_loader:epochs:2\.3.. unique_tokens:{unique} of 14000$", out, re.M)
     assert f"train_shards:2 tokens:14000 loader:{loader}" in out
 
 
@@ -134,7 +131,7 @@ import train_gpt
 torch.set_num_threads(6)
 ranks = train_gpt.start_ranks(train_gpt.Config(device="cpu"))
 part = torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16)
-print(torch.get_num_threads(), ranks.gather(part)[:, 0].tolist(), ranks.largest(ranks.rank, -1.0))
+print(torch.get_num_threads(), ranks.gather(part)[:, 0].tolist(), ranks.max(ranks.rank, -1.0))
 train_gpt.dist.destroy_process_group()"""
     clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     with socket.socket() as free:
@@ -173,9 +170,10 @@ def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatc
     (dict(VOCAB_SIZE=261), "set VOCAB_SIZE=260"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768), "too few for one row"),
     (dict(TRAIN_BATCH_TOKENS=31), "TRAIN_BATCH_TOKENS=31"),
-    (dict(DEVICE="mps"), "DEVICE=mps cannot be used here"),
+    (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
-    (dict(OUT_DIR="file"), "file"),
+    (dict(OUT_DIR="file"), "OUT_DIR='file': .*File exists"),
+    (dict(ATTN="cudnn"), "ATTN=cudnn does not run"),
 ])
 def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
     if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
@@ -195,15 +193,20 @@ def test_shards_of_another_vocabulary_are_found_before_training(tmp_path, monkey
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_compiler_that_fails_costs_a_warning_and_nothing_else(finished, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere CPUs are not compiled for")
+def test_a_compiler_that_fails_costs_a_warning_or_is_an_error_where_it_was_asked_for(finished, tmp_path):
     folder, data, _ = finished
-    result = run_trainer(
-        tmp_path, *tiny_arguments(data, RUN_ID="run", COMPILE=1, ITERATIONS=2, VAL_LOSS_EVERY=0),
-        environment={"CXX": "/does/not/exist", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("warning: no compiling, for it fails") == 1
-    losses = [[e["train_loss"] for e in events(f, "run") if e["event"] == "train"][:2] for f in (folder, tmp_path)]
+    results = {}
+    for asked in ("auto", "1"):
+        results[asked] = run_trainer(
+            tmp_path, *tiny_arguments(data, RUN_ID="run" + asked, COMPILE=asked, ITERATIONS=2, VAL_LOSS_EVERY=0),
+            environment={"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert results["auto"].returncode == 0, results["auto"].stderr
+    assert results["auto"].stdout.count("warning: training without torch.compile, it failed") == 1
+    losses = [[e["train_loss"] for e in events(*run) if e["event"] == "train"][:2]
+              for run in ((folder, "run"), (tmp_path, "runauto"))]
     assert losses[0] == losses[1]
+    assert results["1"].returncode == 1 and "COMPILE=1 failed: " in results["1"].stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
