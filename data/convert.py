@@ -75,7 +75,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
         files += found
     if len({path.resolve() for path in files}) < len(files):
         raise ValueError(f"a FILE is named twice: {', '.join(map(str, files))}")
-    files = [path for path in files if "_val_bytes_" not in path.name]  # a sidecar of ours holds no tokens
+    files = [path for path in files if "_val_bytes_" not in path.name]  # a sidecar of older sets holds no tokens
     val = [path for path in files if SPLIT_NAME.findall(path.name)[-1:] not in ([], ["train"])]
     if not val:
         raise ValueError(f"none of {', '.join(path.name for path in files[:5])} has val or test in its name; "
@@ -196,7 +196,7 @@ def convert(folder: Path, options) -> str:
     splits = {part: write_split(folder, part, arrays[part], used, tokenizer, options.shard_tokens) for part in arrays}
     # What the tokens decode to is all there is; the text that they were made from is not known.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
-    return finish(folder, options.out, "data/convert.py", [path.name for paths in files.values() for path in paths],
+    return finish(folder, options.out, "data/convert.py 2", [path.name for paths in files.values() for path in paths],
                   {"val_files": [path.name for path in files["val"]]}, tokenizer, file, splits)
 
 

@@ -40,8 +40,8 @@ from pathlib import Path
 
 import numpy as np
 
-MADE_BY = "data/prepare.py"
-MAKERS = (MADE_BY, "data/convert.py")  # the trainer checks manifests that name one of them
+MADE_BY = "data/prepare.py 2"
+MAKERS = (MADE_BY, "data/convert.py 2", "data/prepare.py", "data/convert.py")  # the last two made older data sets
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 PAD, BOS, EOS, UNK, FIRST_BYTE = 0, 1, 2, 3, 4  # of every vocabulary but tiktoken's
@@ -345,17 +345,6 @@ class Tokenizer:
         decoded = self.decode(ids) if decoded is None else decoded
         return len(decoded) - self.unknown_bytes * int((ids == self.unknown).sum())
 
-    def original_bytes(self, raw: bytes, ids: np.ndarray) -> np.ndarray:
-        """How many bytes of the original text each id stands for, int64; their sum is len(raw).
-
-        A tokenizer that changes text gives offsets into the original: a token owns what lies
-        between the end of the token before it and its own, the last one also the rest."""
-        offsets = self.model.encode(raw, out_type="offset_mapping")["offsets"]
-        ends = np.array([end for _, end in offsets], dtype=np.int64)
-        assert len(ends) == len(ids), "offsets belong to the same tokens"
-        ends[-1:] = len(raw)
-        return np.diff(ends, prepend=0)
-
 
 def write_vocabulary(path: Path, kind: str, bos: int, tokens: list[bytes]) -> None:
     """Writes a vocabulary as a table of the bytes of each token; `bos` is -1 where there is none."""
@@ -416,7 +405,6 @@ class Encoded:
 
     def __init__(self):
         self.tokens: list[np.ndarray] = []
-        self.original_bytes: list[np.ndarray] = []
         self.digests: list[bytes] = []
         self.sizes: list[int] = []
         self.decoded_bytes = self.changed_documents = 0
@@ -452,21 +440,12 @@ def encode_batch(batch: Batch, index: int, validation: bool) -> dict[str, Encode
 
 
 def add_proof(part: Encoded, tokenizer: Tokenizer, raw: bytes, ids: np.ndarray, origin: str) -> None:
-    """Counts what the trainer will check: decoded bytes, and original bytes of every token."""
+    """Counts decoded bytes and whether the document was changed. ValueError: it was, and not by SentencePiece."""
     decoded = tokenizer.decode(ids)
+    if decoded != raw and tokenizer.kind != "sentencepiece":
+        raise ValueError(f"{origin}: {tokenizer.spec} does not decode to the text it encoded")
     part.decoded_bytes += tokenizer.decoded_size(ids, decoded)
     part.changed_documents += decoded != raw
-    if tokenizer.kind != "sentencepiece":
-        if decoded != raw:
-            raise ValueError(f"{origin}: {tokenizer.spec} does not decode to the text it encoded")
-        return
-    counts = tokenizer.original_bytes(raw, ids)
-    # A document of which nothing is left has only its BOS to carry its bytes.
-    counts = np.concatenate(([0 if len(ids) else len(raw)], counts))
-    if counts.max() > 65535:
-        raise ValueError(f"{origin}: a token stands for {counts.max()} bytes of white space, more than "
-                         f"uint16 holds; shorten it")
-    part.original_bytes.append(counts.astype("<u2"))
 
 
 def encode_all(batches: Iterator[Batch], validation: bool, pool: ProcessPoolExecutor,
@@ -587,8 +566,7 @@ def drop_shared(train: Encoded, validation_digests: set[bytes], allowed: bool) -
 
 def write_split_files(options, folder: Path, spec: str, split: Split, name: str, cache: Path) -> dict:
     """Encodes everything into shards in `folder`; returns the manifest's splits."""
-    writers = {stem: ShardWriter(folder, f"{name}_{stem}", options.shard_tokens)
-               for stem in ("train", "val", "val_bytes")}
+    writers = {part: ShardWriter(folder, f"{name}_{part}", options.shard_tokens) for part in ("train", "val")}
     counts = {part: {"documents": 0, "bytes": 0} for part in ("train", "val")}
     counts["val"].update(decoded_bytes=0, changed_documents=0)
     counts["train"]["dropped_documents"] = 0
@@ -609,19 +587,12 @@ def write_split_files(options, folder: Path, spec: str, split: Split, name: str,
                         counts[part]["bytes"] += sum(encoded.sizes)
                         for key in counts[part].keys() & {"decoded_bytes", "changed_documents"}:
                             counts[part][key] += getattr(encoded, key)
-                        for name, arrays in ((part, encoded.tokens), ("val_bytes", encoded.original_bytes)):
-                            if arrays:
-                                writers[name].write(np.concatenate(arrays))
-    for writer in writers.values():
+                        if encoded.tokens:
+                            writers[part].write(np.concatenate(encoded.tokens))
+    for part, writer in writers.items():
         writer.close()
-    for part in counts:
-        counts[part]["tokens"] = sum(shard["tokens"] for shard in writers[part].shards)
-        counts[part]["shards"] = writers[part].shards
-    if counts["val"]["changed_documents"]:
-        counts["val"]["bytes_shards"] = writers["val_bytes"].shards
-    else:  # then the trainer counts the same bytes by itself
-        for shard in writers["val_bytes"].shards:
-            (folder / shard["file"]).unlink()
+        counts[part]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
+        counts[part]["shards"] = writer.shards
     return counts
 
 
@@ -669,7 +640,7 @@ def prove(out: Path, spec: str, vocab_size: int, has_training: bool) -> None:
     train_gpt.load_validation(config)
     if has_training:
         for path in train_gpt.find_shards(config, "train"):
-            train_gpt.open_shard(path, vocab_size)
+            train_gpt.check_ids(train_gpt.open_shard(path), vocab_size, path)
 
 
 def write_dataset(fill, options) -> None:
@@ -694,7 +665,7 @@ def is_ours(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         shards = [shard["file"] for split in manifest["splits"].values()
-                  for key in ("shards", "bytes_shards") for shard in split.get(key, [])]
+                  for key in ("shards", "bytes_shards") for shard in split.get(key, [])]  # the latter in older sets
         known = {"manifest.json", manifest["tokenizer"]["name"], *shards}
         return manifest["made_by"] in MAKERS and {path.name for path in folder.iterdir()} <= known
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -735,13 +706,17 @@ def finish(partial: Path, out: str, made_by: str, sources: list[str], validation
            file: Path | None, splits: dict) -> str:
     """Writes the manifest, lets the trainer check everything, and returns a summary with the command to run next.
     `file` is the tokenizer's in `partial`, if it has one."""
-    changes_text, spec = bool(splits["val"]["changed_documents"]), str(file or tokenizer.spec)
+    val, spec = splits["val"], str(file or tokenizer.spec)
+    if not val["decoded_bytes"]:
+        raise ValueError("the validation tokens decode to no text, so that there is no score per byte")
+    val["original_per_decoded_byte"] = val["bytes"] / val["decoded_bytes"]
     manifest = {
         "made_by": made_by, "name": partial.name, "sources": [Path(source).name for source in sources],
         "split": validation,
         "tokenizer": {
             "kind": tokenizer.kind, "name": file.name if file else spec, "vocab_size": tokenizer.vocab_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None, "changes_text": changes_text},
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file else None,
+            "changes_text": bool(val["changed_documents"])},
         "splits": splits}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     try:
@@ -754,10 +729,10 @@ def finish(partial: Path, out: str, made_by: str, sources: list[str], validation
              for part, counts in splits.items() if counts["documents"]]
     if dropped := splits["train"].get("dropped_documents"):
         lines.append(f"{dropped:,} training documents were left out, for they are also validation documents")
-    if changes_text:
-        lines.append(f"{splits['val']['changed_documents']:,} validation documents are changed by the tokenizer: "
-                     f"{splits['val']['decoded_bytes']:,} bytes are left; the trainer scores both, as val_bpb "
-                     f"and val_bpb_raw")
+    if val["changed_documents"]:
+        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} validation "
+                     f"documents. The split's {val['bytes']:,} bytes become {val['decoded_bytes']:,}. "
+                     f"Divide val_bpb by {val['original_per_decoded_byte']:.6f} to get bits per original byte.")
     out = out.rstrip("/")
     path = f"{out}/{file.name}" if file else spec
     score_only = [] if splits["train"]["documents"] else ["ITERATIONS=0", "INIT_FROM=final_model.int8.ptz",

@@ -120,9 +120,8 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def open_shards(folder: Path, part: str, manifest, problems: list[str]) -> dict[str, np.ndarray]:
-    """The readable shards of train, val or val_bytes by file name, in the order of names; problems are added to the
-    list."""
-    entries = look(manifest, "splits", part.removesuffix("_bytes"), "bytes_shards" if "_" in part else "shards")
+    """The readable shards of train or val by file name, in the order of names; problems are added to the list."""
+    entries = look(manifest, "splits", part, "shards")
     entries = entries if isinstance(entries, list) else []
     digests = {str(look(entry, "file")): look(entry, "sha256") for entry in entries}
     sizes = {str(look(entry, "file")): look(entry, "tokens") for entry in entries}
@@ -195,9 +194,9 @@ def find_repeats(split: Split) -> tuple[int, int, int]:
     return len(np.unique(split.digests[copies])), len(copies), int(split.lengths[copies].sum())
 
 
-def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, sidecar: np.ndarray, problems: list[str]) -> None:
+def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, problems: list[str]) -> None:
     """Adds a problem for each number that prepare.py's `manifest`, if it is not None, has otherwise or does not have;
-    and one if documents of val are also in train. `sidecar`: the bytes of original text of each token, uint16."""
+    and one if documents of val are also in train."""
     for part, split in splits.items() if manifest else ():
         found = {"documents": len(split.starts), "tokens": int(split.counts.sum())}
         if part == "val" or vocabulary.kind != "sentencepiece":  # it may change text: train's bytes are the original's
@@ -211,12 +210,6 @@ def check(splits: dict[str, Split], vocabulary: Vocabulary, manifest, sidecar: n
     for key, value in (("vocab_size", vocabulary.size), ("sha256", digest)) if manifest else ():
         if look(tokenizer, key) != value:
             problems.append(f"the tokenizer's {key} is {value}, but manifest.json says {look(tokenizer, key)!r}")
-    if look(tokenizer, "changes_text") and "val" in splits:  # then a sidecar has the bytes of the original text
-        found = [len(sidecar), int(sidecar.sum(dtype=np.int64))]
-        said = look(manifest, "splits", "val") or {}
-        if found != [said.get("tokens"), said.get("bytes")]:
-            problems.append(f"*_val_bytes_*.bin has {found[0]:,} entries with {found[1]:,} bytes in all, but "
-                            f"manifest.json says {said.get('tokens')!r} and {said.get('bytes')!r}")
     if len(splits) == 2:
         val, known = splits["val"], np.sort(splits["train"].digests)
         places = np.searchsorted(known, val.digests).clip(max=len(known) - 1)
@@ -237,10 +230,11 @@ def facts(part: str, split: Split, vocabulary: Vocabulary, manifest) -> dict[str
     repeated, copies, copied_tokens = find_repeats(split)
     said = look(manifest, "splits", part, "bytes")
     original = f"{said:,}{' (differs)' * (said != size)}" if isinstance(said, int) else "unknown"
+    ratio = f"{said / size:.6f}" if isinstance(said, int) and size else "unknown"
     values = {
         "shards": len(split.shards), "documents": len(split.starts) if split.has_bos else "1 (no BOS)",
         "tokens": tokens, "bytes of decoded text": size, "bytes of original text": original,
-        "bytes per token": f"{size / tokens:.3f}", "tokens per document: min": low,
+        "  per decoded byte": ratio, "bytes per token": f"{size / tokens:.3f}", "tokens per document: min": low,
         "  median": median, "  mean": split.lengths.mean(), "  90 %": most, "  99 %": nearly_all, "  max": high,
         "tokens before the first document": split.starts[0], "documents that occur again": repeated,
         "  further copies": copies, "  their tokens": copied_tokens}
@@ -309,8 +303,7 @@ def report(folder: Path, given: str | None, samples: int) -> tuple[list[str], li
             if opened:
                 splits[part] = scan(opened, vocabulary, problems, progress)
     ours = manifest if look(manifest, "made_by") in MAKERS else None  # the counts of others may mean something else
-    sidecar = [np.zeros(0, np.uint16), *open_shards(folder, "val_bytes", manifest, problems).values()]
-    check(splits, vocabulary, ours, np.concatenate(sidecar), problems)
+    check(splits, vocabulary, ours, problems)
     compared = "compared" if ours else "of another maker, only sha256 are compared" if manifest else "none"
     lines = [f"data set: {folder.resolve().name}", f"manifest.json: {compared}",
              f"tokenizer: {vocabulary.spec}, {vocabulary.kind}, {vocabulary.size:,} tokens, BOS {vocabulary.bos}"]

@@ -88,51 +88,49 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     out, val = tmp_path / "set", TRAPS if tokenizer == "sp320" else [*TRAPS, MARKED]
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / ("val.jsonl" if val is TRAPS else "marked.jsonl"),
                 "--tokenizer", tokenizer, "--out", out)
-    manifest, _, (_, tokens, charged, raw) = load(out, str(out / file) if file else tokenizer)
+    manifest, _, (_, tokens, charged) = load(out, str(out / file) if file else tokenizer)
     split = manifest["splits"]["val"]
     assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
-    assert raw is None and not manifest["tokenizer"]["changes_text"] and not list(out.glob("*bytes*"))
+    assert split["original_per_decoded_byte"] == 1.0 and not manifest["tokenizer"]["changes_text"]
     assert split["documents"] == len(val) and split["tokens"] == len(tokens)
     assert (tokens == prepare.Tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
-def test_models_that_change_text_are_scored_by_both_counts(corpus, tmp_path, monkeypatch, model):
+def test_models_that_change_text_are_charged_what_is_left(corpus, tmp_path, monkeypatch, capsys, model):
     out, path = tmp_path / "set", corpus / f"{model}.model"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
                 "--out", out)
-    manifest, _, (_, tokens, charged, raw) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
     import sentencepiece
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = [processor.encode(text) for text in TRAPS]
     unknown = sum(i == processor.unk_id() for document in ids for i in document)
     decoded = sum(len(processor.decode(document).encode()) for document in ids)
-    assert charged == decoded - unknown * len(" \u2047 ".encode()) < raw
+    assert charged == decoded - unknown * len(" \u2047 ".encode()) < TRAPS_BYTES
     assert (unknown > 0) == (model in ("no_fallback", "defaults"))
-    assert raw == manifest["splits"]["val"]["bytes"] == TRAPS_BYTES
-    # The sidecar is right for each document, not only in total.
-    sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin")))
-    starts = np.flatnonzero(tokens == 1)
-    assert np.add.reduceat(sidecar.astype(int), starts).tolist() == [len(text.encode()) for text in TRAPS]
+    split, changed = manifest["splits"]["val"], sum(map(str.__ne__, TRAPS, map(processor.decode, ids)))
+    assert manifest["tokenizer"]["changes_text"] and split["changed_documents"] == changed > 0
+    assert (split["bytes"], split["decoded_bytes"]) == (TRAPS_BYTES, charged)
+    assert split["original_per_decoded_byte"] == TRAPS_BYTES / charged > 1
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json", ".model"} and len(list(out.iterdir())) == 4
+    assert (f"The tokenizer changes {changed} of the {len(TRAPS)} validation documents. The split's {TRAPS_BYTES:,} "
+            f"bytes become {charged:,}. Divide val_bpb by {TRAPS_BYTES / charged:.6f}") in capsys.readouterr().out
 
 
-def test_the_sidecar_gives_each_token_its_own_bytes(corpus, tmp_path, monkeypatch):
-    """Where text is kept, those that the trainer charges; what is left out belongs to the next token."""
-    val = write_jsonl(tmp_path / "val.jsonl", ["it was the best of times", "it was    the worst of times"])
-    out = tmp_path / "set"
-    run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", corpus / "normalising.model",
-                "--out", out)
-    _, config, (_, tokens, _, _) = load(out, str(out / "tokenizer.model"))
-    sidecar = train_gpt.open_shard(next(out.glob("*_val_bytes_*.bin"))).astype(int)
-    difference = sidecar - train_gpt.load_byte_table(config)[1][tokens, 0]
-    second = int(np.flatnonzero(tokens == 1)[1])
-    assert (difference[:second] == 0).all() and (tokens == 1).sum() == 2
-    import sentencepiece
-    model = sentencepiece.SentencePieceProcessor(model_file=str(corpus / "normalising.model"))
-    extra = np.flatnonzero(difference)
-    assert difference[extra].tolist() == [3]
-    assert model.decode(tokens[second + 1:extra[0] + 1].tolist()).startswith("it was t")
-    assert model.decode(tokens[second + 1:extra[0]].tolist()).strip() == "it was"
+def test_text_of_which_nothing_is_left_has_no_score(corpus, tmp_path, monkeypatch):
+    val = write_jsonl(tmp_path / "val.jsonl", [" ", "\n\n"])
+    with pytest.raises(SystemExit, match="the validation tokens decode to no text"):
+        run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", val, "--tokenizer", corpus / "normalising.model",
+                    "--out", tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def test_other_tokenizers_may_not_change_text(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.Tokenizer, "decode", lambda self, ids: b"something else")
+    tokenizer = prepare.Tokenizer("byte260")
+    with pytest.raises(ValueError, match="x.txt: byte260 does not decode to the text it encoded"):
+        prepare.add_proof(prepare.Encoded(), tokenizer, b"text", tokenizer.encode("text"), "x.txt")
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults", "kept", "crossing",
@@ -170,8 +168,8 @@ def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
     train = write_jsonl(tmp_path / "train.jsonl", ["".join(random.choice(list("天地玄黃宇宙洪荒日月盈昃"), 80)) for _ in range(200)])
     val, out = write_jsonl(tmp_path / "val.jsonl", ["天 地  玄 a b c"]), tmp_path / "set"
     run_prepare(monkeypatch, train, "--val-file", val, "--tokenizer", "sp300", "--out", out)
-    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
-    assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode()) and raw is None
+    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
+    assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode())
 
 
 def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
@@ -179,9 +177,11 @@ def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
     out = tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "marked.jsonl", "--tokenizer", "sp320",
                 "--out", out)
-    manifest, _, (_, _, charged, raw) = load(out, str(out / "tokenizer.model"))
-    assert raw == manifest["splits"]["val"]["bytes"] == TRAPS_BYTES + len(MARKED.encode())
-    assert charged == raw - 2 * MARKED.count("\u2581") and manifest["splits"]["val"]["changed_documents"] == 1
+    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
+    split = manifest["splits"]["val"]
+    assert split["bytes"] == TRAPS_BYTES + len(MARKED.encode()) and split["changed_documents"] == 1
+    assert charged == split["bytes"] - 2 * MARKED.count("\u2581")
+    assert split["original_per_decoded_byte"] == split["bytes"] / charged
 
 
 def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
                 "--out", out)
     path = out / "manifest.json"
     manifest, config, _ = load(out, str(out / "tokenizer.model"))
-    for change in ("bytes", "decoded_bytes", "tokens"):
+    for change in ("decoded_bytes", "tokens"):
         wrong = json.loads(json.dumps(manifest))
         wrong["splits"]["val"][change] += 1
         path.write_text(json.dumps(wrong))
@@ -216,7 +216,7 @@ def test_vocabulary_and_tokenizer_must_agree(corpus):
 def test_unreadable_tokenizers_are_named(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"TOKENIZER_PATH=.*{name}"):
+    with pytest.raises(ValueError, match=f"TOKENIZER_PATH=.*{name}' is not a tokenizer: "):
         train_gpt.load_byte_table(tiny_config(tokenizer_path=str(tmp_path / name)))
 
 
@@ -229,11 +229,11 @@ def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
         try:
             train_gpt.load_byte_table(tiny_config(tokenizer_path=str(path), vocab_size=320))
         except ValueError as error:
-            assert str(path) in str(error) and ("is no vocabulary" in str(error) or "VOCAB_SIZE" in str(error))
+            assert str(path) in str(error) and ("is not a tokenizer" in str(error) or "VOCAB_SIZE" in str(error))
             refused += "codec can't decode" in str(error)
     assert refused
 
 
 def test_unknown_tokenizer_names_are_listed():
-    with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3'.* is none of .*byte260.*gpt2"):
+    with pytest.raises(ValueError, match="TOKENIZER_PATH='gpt3' is not a tokenizer: use .*byte260, .*gpt2"):
         train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))

@@ -61,11 +61,11 @@ def test_documents_that_start_with_bos_are_kept_as_they_are(tmp_path, monkeypatc
             np.save(source / f"edu_{split}_000000.npy", tokens.astype(np.int64 if "int64" in kind else np.uint16))
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000",
                *["--headerless"] * (kind == "headerless"))
-    manifest, config, (_, tokens, charged, raw) = load(out)
-    assert tokens.tolist() == byte_stream(TEXTS) and raw is None
+    manifest, config, (_, tokens, charged) = load(out)
+    assert tokens.tolist() == byte_stream(TEXTS) and manifest["splits"]["val"]["original_per_decoded_byte"] == 1.0
     assert shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 30)
     assert charged == manifest["splits"]["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS)
-    assert manifest["splits"]["train"]["bytes"] == 30 * charged and manifest["made_by"] == "data/convert.py"
+    assert manifest["splits"]["train"]["bytes"] == 30 * charged and manifest["made_by"] == "data/convert.py 2"
     assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [150, 5]
     assert len(manifest["splits"]["train"]["shards"]) == -(-len(byte_stream(TEXTS * 30)) // 1000)
 
@@ -78,7 +78,7 @@ def test_a_token_at_the_end_of_documents_moves_to_their_start(tmp_path, monkeypa
         (source / f"{split}_0.bin").write_bytes(tokens[:20].tobytes())
         (source / f"{split}_1.bin").write_bytes(tokens[20:].tobytes())
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
-    _, config, (_, tokens, _, _) = load(out)
+    _, config, (_, tokens, _) = load(out)
     assert tokens.tolist() == byte_stream(TEXTS) and shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 9)
 
 
@@ -91,7 +91,7 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     out = tmp_path / "set"
     convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl",
                "--headerless")
-    manifest, _, (kind, tokens, _, _) = load(out)
+    manifest, _, (kind, tokens, _) = load(out)
     assert (kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
     assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
     assert prepare.Tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
@@ -134,7 +134,7 @@ def test_llama_tokens_are_numbered_anew_where_they_do_not_fit(tmp_path, monkeypa
         write_bin(tmp_path / f"s_{split}.bin", stream, 20240801, 7, "<u4")
     out = tmp_path / "set"
     convert_to(monkeypatch, out, tmp_path / "s_train.bin", tmp_path / "s_val.bin", "--tokenizer", tmp_path / "tokenizer.model")
-    manifest, config, (kind, tokens, charged, _) = load(out)
+    manifest, config, (kind, tokens, charged) = load(out)
     used = sorted(set(streams["train"] + streams["val"]))
     assert manifest["tokenizer"]["vocab_size"] == (len(used) if renumbered else bos + 1)
     tokenizer = prepare.Tokenizer(str(out / "tokenizer.json"))
@@ -176,7 +176,7 @@ def test_gpt2_tokens(tmp_path, monkeypatch):
         np.save(tmp_path / f"edu_{split}_000000.npy", np.array(
             [i for text in TEXTS for i in (encoding.eot_token, *encoding.encode_ordinary(text))], dtype=np.uint16))
     convert_to(monkeypatch, tmp_path / "set", tmp_path, "--tokenizer", "gpt2")
-    manifest, _, (kind, _, charged, _) = load(tmp_path / "set")
+    manifest, _, (kind, _, charged) = load(tmp_path / "set")
     assert (kind, charged) == ("tiktoken", len("".join(TEXTS).encode()))
     assert manifest["splits"]["val"]["documents"] == len(TEXTS)
 

@@ -31,7 +31,7 @@ def make(monkeypatch, out, *arguments):
 def documents(out, split, vocab="byte260"):
     """The documents of a split as text, decoded from its shards, in order."""
     config = tiny_config(data_path=str(out), tokenizer_path=vocab)
-    tokens = [int(t) for path in train_gpt.find_shards(config, split) for t in train_gpt.open_shard(path, 260)]
+    tokens = [int(t) for path in train_gpt.find_shards(config, split) for t in train_gpt.open_shard(path)]
     texts, current = [], None
     for token in tokens + [1]:
         if token == 1:
@@ -189,6 +189,23 @@ def test_nothing_that_was_there_is_overwritten_unless_it_was_made_here(tmp_path,
     with pytest.raises(SystemExit, match="this script did not make"):
         make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
     assert (out / "thesis.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize("maker", ["data/prepare.py", "data/convert.py", "data/prepare.py 2", "another"])
+def test_older_data_sets_with_byte_sidecars_are_overwritten(tmp_path, monkeypatch, maker):
+    source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
+    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    assert manifest["made_by"] == "data/prepare.py 2"
+    sidecar = out / "out_val_bytes_000000.bin"
+    sidecar.write_bytes(b"bytes")
+    manifest["made_by"], manifest["splits"]["val"]["bytes_shards"] = maker, [{"file": sidecar.name}]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    if maker == "another":
+        with pytest.raises(SystemExit, match="this script did not make"):
+            make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    else:
+        make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
+    assert sidecar.exists() == (maker == "another")
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path):
