@@ -11,12 +11,12 @@ T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width,
 import copy
 import difflib
 import gc
+import glob
 import inspect
 import io
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -202,12 +202,6 @@ class Ranks:
     world_size: int
     device: torch.device
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
     def max(self, *values: float) -> list[float]:
         """The largest of each value over the ranks."""
         if self.world_size == 1:
@@ -215,6 +209,15 @@ class Ranks:
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Average tensors over the ranks, in place, with one exchange for each of their types."""
+        for dtype in dict.fromkeys(t.dtype for t in tensors) if self.world_size > 1 else ():
+            same = [t for t in tensors if t.dtype == dtype]
+            flat = torch.cat([t.flatten() for t in same])
+            dist.all_reduce(flat)
+            means = flat.div_(self.world_size).split([t.numel() for t in same])
+            torch._foreach_copy_(same, [mean.view_as(t) for mean, t in zip(means, same)])
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
@@ -394,12 +397,9 @@ class TokenLoader:
         require(self.rows, f"DATA_PATH={config.data_path!r} has {self.tokens} training tokens, too "
                 f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
         self.shuffled = config.loader == "shuffled"
-        if self.shuffled:
-            self.length = config.train_seq_len
-            self.epoch_tokens = self.rows * self.length
-        else:
-            self.length = config.train_batch_tokens // (config.grad_accum_steps * ranks.world_size)
-            self.epoch_tokens = self.tokens
+        spans = config.grad_accum_steps * ranks.world_size
+        self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
+        self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
         self.pieces = config.train_batch_tokens // self.length  # a step, over all ranks
         self.step_tokens = self.pieces * (self.length + (not self.shuffled))
         if config.overfit:
@@ -807,14 +807,6 @@ def muon_momentum(config: Config, step: int) -> float:
     done = min(1.0, step / steps) if steps else 1.0
     return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
 
-def average(tensors: list[Tensor], ranks: Ranks) -> None:
-    """Average tensors over the ranks, in place, with one exchange for each of their types."""
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        same = [t for t in tensors if t.dtype == dtype]
-        flat = ranks.sum(torch.cat([t.flatten() for t in same])) / ranks.world_size
-        means = flat.split([t.numel() for t in same])
-        torch._foreach_copy_(same, [mean.view_as(t) for mean, t in zip(means, same)])
-
 # ---- Evaluation --------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(run: "Run") -> tuple[float, float]:
@@ -838,7 +830,8 @@ def evaluate(run: "Run") -> tuple[float, float]:
         inputs = F.pad(span[:-1].view(-1, length), missing)
         targets = F.pad(span[1:].view(-1, length), missing, value=-100)  # left out of the mean
         nats += run.model(inputs, targets).to(device).double() * (stop - start) * length
-    total = ranks.sum(nats).item()
+    ranks.average([nats])
+    total = nats.item() * ranks.world_size
     return total / (rows * length), total / math.log(2) / run.val_bytes
 
 # ---- Export and reading ------------------------------------------------------------------------
@@ -855,9 +848,7 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     top = values.topk(rows.size(1) - int(place)).values
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
     scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
-    torch.maximum(rows, -clip, out=values)  # with minimum three times as fast as clamp
-    torch.minimum(values, clip, out=values)
-    quantized = values.div_(scale).round_().to(torch.int8)  # clip / scale is 127 at most
+    quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
 def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
@@ -905,16 +896,6 @@ def read_archive(data: bytes):
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
-def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """ValueError: names or shapes differ, or one is not a tensor of numbers like the wanted one."""
-    names = sorted(map(str, found.keys() ^ wanted.keys()))
-    require(not names, f"it lacks, or should not have, {', '.join(names[:3])}")
-    for name, like in wanted.items():
-        t = found[name]
-        require(isinstance(t, Tensor) and t.shape == like.shape
-                and t.is_floating_point() == like.is_floating_point(),
-                f"{name} is not the {like.dtype} {tuple(like.shape)} that this model has")
-
 def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
     """Copy an artifact, a state dict or a checkpoint's weights into the model. ValueError: it is
     none of them, damaged, of another model, too large, or has another sha256 digest."""
@@ -935,7 +916,6 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
             state = dequantize(state, wanted)
         elif "optimizers" in state:
             state = state["model"]
-        check_tensors(state, wanted)
         model.load_state_dict(dict(state))  # without what a state dict may say about itself
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
@@ -995,13 +975,11 @@ def export(run: "Run", code: bytes) -> None:
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 CHECKPOINT_FORMAT = 2
-CHECKPOINT_NAME = re.compile(r"(.+)_\d{8}(_[0-9a-f]{16})?\.pt")  # RUN_ID_STEP.pt; 1 had a digest
 
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest one first."""
-    named = [(path, CHECKPOINT_NAME.fullmatch(path.name))
-             for path in Path(config.out_dir, "checkpoints").glob("*.pt")]
-    found = [path for path, name in named if name and config.run_id in ("", name[1])]
+    name = glob.escape(config.run_id) or "*"
+    found = Path(config.out_dir, "checkpoints").glob(f"{name}_{'[0-9]' * 8}*.pt")
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def read_checkpoint(path: Path) -> dict:
@@ -1015,17 +993,16 @@ def read_checkpoint(path: Path) -> dict:
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
 
-def find_checkpoint(config: Config) -> tuple[dict | None, list[str]]:
-    """What RESUME names, or the newest checkpoint that can be read, and warnings about others."""
+def find_checkpoint(config: Config) -> dict | None:
+    """What RESUME names; with "auto" the newest checkpoint that can be read, if there is one."""
     if config.resume not in ("", "auto"):
-        return read_checkpoint(Path(config.resume)), []
-    unusable = []
+        return read_checkpoint(Path(config.resume))
     for path in list_checkpoints(config) if config.resume else ():
         try:
-            return read_checkpoint(path), unusable
+            return read_checkpoint(path)
         except ValueError as error:
-            unusable.append(f"warning: {error}")
-    return None, unusable
+            print(f"warning: {error}", file=sys.stderr)
+    return None
 
 def state_of(run: "Run") -> dict:
     """Everything that training changes; the tensors are the live ones."""
@@ -1052,7 +1029,6 @@ def resume(run: "Run", state: dict) -> None:
             if then != now and not f.metadata["free"]:
                 changed.append(f"{f.name.upper()} was {then!r} and is {now!r}")
         require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
-        check_tensors(state["model"], run.model.state_dict())
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
                 f"step {run.step} after {run.time_ms} ms is not in this run")
@@ -1152,7 +1128,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
         run.scaler.scale(loss).backward()
         loss_sum += loss.detach()
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    average([*grads, loss_sum], run.ranks)
+    run.ranks.average([*grads, loss_sum])
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
@@ -1193,14 +1169,20 @@ def train(run: Run) -> None:
     run.pace_ms = run.time_ms / max(run.step, 1)
     run.agreed = run.logged = (run.step, run.time_ms)
     shown_loss = math.nan
+    started = run.step
     while True:
-        finished = run.step >= config.iterations or run.left_ms <= 0
-        if finished or is_due(run.step, config.val_loss_every):
+        done = run.step >= config.iterations or run.left_ms <= 0
+        is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
+        if run.step > started and (is_saved or run.stop_signal):
+            save_checkpoint(run)
+        if run.stop_signal:
+            break
+        if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
             log_validation(run)
             gc.collect()
             run.started_ms += run.ranks.now_ms() - paused_ms
-        if finished:
+        if done:
             break
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
         log_this = run.step < 10 or is_due(run.step + 1, config.train_log_every)
@@ -1211,12 +1193,6 @@ def train(run: Run) -> None:
             shown_loss = loss.item()
             log_step(run, shown_loss, norm.item(), eta_s)
         log.progress(f"step {run.step} loss {shown_loss:.4f} eta {eta_s / 60:.1f}m")
-        ends = run.step >= config.iterations or run.left_ms <= 0
-        due = config.checkpoint_every > 0 and (ends or is_due(run.step, config.checkpoint_every))
-        if due or run.stop_signal:
-            save_checkpoint(run)
-        if run.stop_signal:
-            break
     gc.enable()
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
@@ -1275,7 +1251,7 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     """Find every mistake that can be found before training, open the log and build the run."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    checkpoint, unusable = find_checkpoint(config)
+    checkpoint = find_checkpoint(config)
     if checkpoint and not config.run_id:
         config = replace(config, run_id=checkpoint["run_id"])
     must_compile = config.compile == "1"
@@ -1297,8 +1273,6 @@ def set_up(config: Config, overrides: dict, source: str) -> Run:
     run = Run(config, ranks, log, model, build_optimizers(model, config, ranks), scaler,
               torch.tensor(-1, device=ranks.device), loader, val_tokens, val_bytes)
     announce(run, kind, overrides)
-    for warning in unusable:
-        log.line(warning)
     if loader and config.compile == "1":
         compile_model(run, must_compile)
     if checkpoint:
