@@ -11,7 +11,6 @@ T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width,
 import copy
 import difflib
 import gc
-import glob
 import inspect
 import io
 import json
@@ -50,9 +49,11 @@ def require(condition, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
-def var(default, unit: str, text: str, low: float = 0, free: bool = False):
-    """A variable: default, unit or choices, help, minimum; `free`: a resumed run may change it."""
-    return field(default=default, metadata={"unit": unit, "help": text, "low": low, "free": free})
+def var(default, text: str, choices: str = "", low: float = 0, free: bool = False):
+    """A variable: default, what it does, choices joined by "|", smallest number, and whether a
+    resumed run may change it, because that trains the same model."""
+    about = {"help": text, "choices": choices, "low": low, "free": free}
+    return field(default=default, metadata=about)
 
 free = partial(var, free=True)
 
@@ -60,75 +61,78 @@ free = partial(var, free=True)
 class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
     # Run and data
-    run_id: str = free("", "name", "name the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
-    seed: int = var(1337, "", "seed the initial weights and LOADER=shuffled")
-    out_dir: str = free(".", "folder", "write final_model.pt, final_model.int8.ptz, checkpoints/")
-    init_from: str = free("", "file", "start from an artifact, a state dict or a checkpoint")
-    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder", "read token shards here")
-    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "", "or byte260, gpt2")
-    loader: str = var("sequential", "sequential|shuffled", "read in order, or rows at random")
-    overfit: bool = var(False, "0|1", "train every step on the first batch")
+    run_id: str = free("", "name of the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
+    out_dir: str = free(".", "folder for final_model.pt, final_model.int8.ptz and checkpoints/")
+    init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
+    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
+    loader: str = var("sequential", "read the shards in order, or rows in random order",
+                      "sequential|shuffled")
+    overfit: bool = var(False, "train on the first batch again and again")
     # Device
-    device: str = free("auto", "auto|cuda|mps|cpu", "compute here; auto: the first that is there")
-    dtype: str = var("auto", "auto|bfloat16|float32|float16", "auto: bfloat16 where it is native")
-    matmul_precision: str = free("high", "highest|high", "multiply float32 in TF32 (high) on CUDA")
-    compile: str = free("auto", "auto|0|1", "use torch.compile; auto: on CUDA, on Linux with g++")
-    attn: str = free("auto", "auto|flash|cudnn|efficient|math", "kernel; auto: the first that runs")
+    device: str = free("auto", "auto: the first one available", "auto|cuda|mps|cpu")
+    dtype: str = var("auto", "type of the activations; auto: bfloat16 if the device multiplies it",
+                     "auto|bfloat16|float32|float16")
+    matmul_precision: str = free("high", "of float32 products; high: TF32 on CUDA", "highest|high")
+    compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
+    attn: str = free("auto", "attention kernel; auto: the first that runs",
+                     "auto|flash|cudnn|efficient|math")
     # Length, validation and log
-    iterations: int = var(20000, "steps", "train at most this long")
-    max_wallclock_seconds: float = var(600.0, "s", "train at most this long; 0: no limit")
-    warmup_steps: int = free(20, "steps", "prime the kernels off the clock, then undo the steps")
-    warmdown_iters: int = var(3000, "steps", "lower the rate in the last ones", low=-math.inf)
-    train_batch_tokens: int = var(393216, "tokens", "train on these a step, all ranks", low=1)
-    train_seq_len: int = var(4096, "tokens", "row length in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans", "read these a step and rank; 0: 8 on all ranks")
-    micro_batch_tokens: int = free(0, "tokens", "compute at most these at once; 0: by device")
-    val_loss_every: int = free(1000, "steps", "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "tokens", "validate at most these at once, all spans")
-    train_log_every: int = free(200, "steps", "log every N steps after the first ten; 0: no more")
+    iterations: int = var(20000, "train for at most N steps")
+    max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
+    warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
+    warmdown_iters: int = var(3000, "lower the learning rate in the last N steps", low=-math.inf)
+    train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
+    train_seq_len: int = var(4096, "tokens in a row, in training and validation", low=1)
+    grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
+    micro_batch_tokens: int = free(0, "most tokens in a forward pass; 0: chosen by device")
+    val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
+    val_batch_size: int = free(524288, "most tokens in a validation pass, over all ranks and spans")
+    train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
-    vocab_size: int = var(1024, "tokens", "size of the tokenizer's vocabulary", low=1)
-    vocab_pad: int = var(1, "rows", "pad tables to a multiple; the softmax sees the rows", low=1)
-    num_layers: int = var(9, "blocks", "the first half feeds skips to the second half", low=1)
-    model_dim: int = var(512, "numbers", "width of the residual stream", low=1)
-    num_heads: int = var(8, "heads", "split MODEL_DIM into this many query heads", low=1)
-    num_kv_heads: int = var(4, "heads", "key/value heads; must divide NUM_HEADS", low=1)
-    mlp_mult: int = var(2, "times MODEL_DIM", "hidden width of the MLP", low=1)
-    tie_embeddings: bool = var(True, "0|1", "use one table for input and output")
-    rope_base: float = var(10000.0, "", "base of the rotary frequencies", low=1)
-    logit_softcap: float = var(30.0, "", "keep logits below this by tanh", low=1e-3)
-    qk_gain_init: float = var(1.5, "", "initial gain of the queries, learned per head")
-    tied_embed_init_std: float = var(0.005, "", "deviation of the tied table's initial values")
-    init: str = var("baseline", "baseline|gpt2", "gpt2: normal, 0.02, less in projections")
+    vocab_size: int = var(1024, "tokens in the tokenizer's vocabulary", low=1)
+    vocab_pad: int = var(1, "round the rows of the tables up to a multiple of N", low=1)
+    num_layers: int = var(9, "blocks; the first half feeds skips to the second half", low=1)
+    model_dim: int = var(512, "width of the residual stream", low=1)
+    num_heads: int = var(8, "query heads, which share MODEL_DIM", low=1)
+    num_kv_heads: int = var(4, "key/value heads; must divide NUM_HEADS", low=1)
+    mlp_mult: int = var(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
+    tie_embeddings: bool = var(True, "use one table for input and output")
+    rope_base: float = var(10000.0, "base of the rotary frequencies", low=1)
+    logit_softcap: float = var(30.0, "limit of the logits, by tanh", low=1e-3)
+    qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
+    tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
+    init: str = var("baseline", "gpt2: normal, 0.02, smaller in projections", "baseline|gpt2")
     # Optimizers
-    optimizer: str = var("muon", "muon|adamw", "muon: Muon for the blocks' matrices, Adam else")
-    adam_lr: float = var(3e-4, "", "learning rate of everything with OPTIMIZER=adamw")
-    embed_lr: float = var(0.6, "", "learning rate of an untied embedding (muon)")
-    head_lr: float = var(0.008, "", "learning rate of an untied output head (muon)")
-    tied_embed_lr: float = var(0.03, "", "learning rate of a tied embedding (muon)")
-    matrix_lr: float = var(0.02, "", "learning rate of the blocks' matrices (muon)")
-    scalar_lr: float = var(0.02, "", "learning rate of vectors and control tensors (muon)")
-    muon_momentum: float = var(0.99, "", "Muon's momentum after its warm-up")
-    muon_backend_steps: int = var(5, "steps", "Newton-Schulz steps of Muon")
-    muon_momentum_warmup_start: float = var(0.92, "", "Muon's momentum at step 0")
-    muon_momentum_warmup_steps: int = var(1500, "steps", "raise the momentum over these; 0: none")
-    beta1: float = var(0.9, "", "Adam's decay of the first moment")
-    beta2: float = var(0.95, "", "Adam's decay of the second moment")
-    adam_eps: float = var(1e-8, "", "Adam's epsilon")
-    fused: bool = free(True, "0|1", "run Adam in one kernel; never on MPS")
-    weight_decay: float = var(0.0, "", "decay matrices and tables by this times their rate")
-    lr_schedule: str = var("warmdown", "warmdown|cosine", "cosine ignores WARMDOWN_ITERS")
-    lr_warmup_steps: int = var(0, "steps", "raise the learning rate over the first ones")
-    min_lr: float = var(0.0, "times the peak", "end the schedule at this learning rate")
-    grad_clip_norm: float = var(0.0, "", "clip gradients to this global norm; 0: off")
+    optimizer: str = var("muon", "muon: for the blocks' matrices, Adam for the rest", "muon|adamw")
+    adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
+    embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
+    head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
+    tied_embed_lr: float = var(0.03, "learning rate of a tied embedding, with Muon")
+    matrix_lr: float = var(0.02, "learning rate of the blocks' matrices, with Muon")
+    scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
+    muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
+    muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
+    muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
+    muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
+    beta1: float = var(0.9, "Adam's decay of the first moment")
+    beta2: float = var(0.95, "Adam's decay of the second moment")
+    adam_eps: float = var(1e-8, "Adam's epsilon")
+    fused: bool = free(True, "run Adam in one kernel (never on MPS)")
+    weight_decay: float = var(0.0, "decay of matrices and tables per step, times their rate")
+    lr_schedule: str = var("warmdown", "cosine ignores WARMDOWN_ITERS", "warmdown|cosine")
+    lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
+    min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
+    grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints
-    checkpoint_every: int = free(0, "steps", "save a checkpoint every N steps; 0: never")
-    keep_checkpoints: int = free(2, "files", "keep the newest checkpoints of the run", low=1)
-    resume: str = free("", "auto or file", "continue this checkpoint; auto: the newest usable one")
+    checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
+    keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
+    resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
     # Export
-    control_tensor_name_patterns: str = var(CONTROL, "names", "train with Adam, not with Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "names", "export in float32")
-    int8_keep_float_max_numel: int = free(65536, "numbers", "export tensors up to this as floats")
+    control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "parts of names: exported in float32")
+    int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
 
     def __post_init__(self):
         for f in fields(self):
@@ -146,11 +150,12 @@ class Config:
 def parse_value(f, text: str):
     """The value that `text` means for a field. ValueError names the variable and what works."""
     name = f.name.upper()
-    choices = f.metadata["unit"].split("|")
-    if len(choices) > 1:
-        value = {"true": "1", "false": "0"}.get(text.lower(), text.lower())
-        require(value in choices, f"{name}={text!r} must be one of {', '.join(choices)}")
-        return value == "1" if f.type is bool else value
+    if f.type is bool:
+        require(text.lower() in ("0", "1", "false", "true"), f"{name}={text!r} must be 0 or 1")
+        return text.lower() in ("1", "true")
+    if choices := f.metadata["choices"]:
+        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
+        return text.lower()
     try:
         return f.type(text)
     except ValueError:
@@ -186,7 +191,8 @@ def print_help() -> None:
     for line in inspect.getsource(Config).splitlines():
         f = known.get(line.strip().partition(":")[0])
         if f:
-            print(f"  {f.name.upper()}={f.default}  {f.metadata['help']} [{f.metadata['unit']}]")
+            choices = f"{{{f.metadata['choices']}}} " if f.metadata["choices"] else ""
+            print(f"  {f.name.upper()}={f.default}  {choices}{f.metadata['help']}")
         elif line.startswith("    # "):
             print(f"{line.strip(' #')}:")
 
@@ -307,8 +313,8 @@ class RunLog:
         smi = ""
         if shutil.which("nvidia-smi"):
             smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        write_line(self.text, "\n".join((source, "=" * 100, versions, smi, "=" * 100)))
+        write_line(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
 
     def line(self, text: str) -> None:
         if self.is_main:
@@ -419,9 +425,8 @@ class TokenLoader:
         while count > 0:
             start %= self.tokens
             index = int(np.searchsorted(self.ends, start, side="right"))
-            shard = self.shards[index]
-            place = start - int(self.ends[index]) + len(shard)
-            part = shard[place:place + count]
+            left = int(self.ends[index]) - start
+            part = self.shards[index][-left:][:count]
             parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
             start += len(part)
             count -= len(part)
@@ -676,10 +681,10 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """Of forward and backward: 6 per weight of a matrix product, and causal attention."""
-        products = {n: p.numel() for n, p in self.named_parameters() if n.endswith("weight")}
-        lookup = 0 if self.lm_head is None else products["tok_emb.weight"]
+        lookup = 0 if self.lm_head is None else self.tok_emb.weight.numel()
+        products = sum(p.numel() for name, p in self.named_parameters() if name.endswith("weight"))
         attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
-        return 6 * (sum(products.values()) - lookup + attention)
+        return 6 * (products - lookup + attention)
 
 def choose_attention(config: Config, device: torch.device) -> str:
     """Leave one attention kernel on, and return its name: ATTN, or the first that runs."""
@@ -978,8 +983,8 @@ CHECKPOINT_FORMAT = 2
 
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest one first."""
-    name = glob.escape(config.run_id) or "*"
-    found = Path(config.out_dir, "checkpoints").glob(f"{name}_{'[0-9]' * 8}*.pt")
+    pattern = f"{config.run_id or '*'}_{'[0-9]' * 8}*.pt"  # format 1 had a digest behind the step
+    found = Path(config.out_dir, "checkpoints").glob(pattern)
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def read_checkpoint(path: Path) -> dict:
@@ -1055,36 +1060,52 @@ def save_checkpoint(run: "Run") -> None:
         run.log.line(f"warning: no checkpoint of step {run.step}: {error}")
 
 # ---- Training ----------------------------------------------------------------------------------
-@dataclass
 class Run:
-    """What a run is made of, and how far it has come."""
-    config: Config
-    ranks: Ranks
-    log: RunLog
-    model: GPT
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # only float16 needs it
-    first_bad: Tensor  # first step whose loss or gradient was not finite, or -1; 0-d, on the device
-    loader: TokenLoader | None
-    val_tokens: np.ndarray
-    val_bytes: int
-    signal: int = 0  # that this process was sent
-    stop_signal: int = 0  # that a rank was sent, when the ranks agreed the last time
-    step: int = 0  # steps done
-    time_ms: float = 0.0  # on the training clock, which validations do not move
-    started_ms: float = 0.0  # when the training clock stood at 0
-    pace_ms: float = 0.0  # of a step, lately
-    agreed: tuple[int, float] = (0, 0.0)  # step and time when the ranks agreed the last time
-    logged: tuple[int, float] = (0, 0.0)  # step and time of the last log line
+    """What a run is made of, and how far it has come. ValueError: any mistake that can be found
+    before training."""
+    def __init__(self, config: Config, overrides: dict, source: str):
+        ranks = start_ranks(config)
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        checkpoint = find_checkpoint(config)
+        if checkpoint and not config.run_id:
+            config = replace(config, run_id=checkpoint["run_id"])
+        must_compile = config.compile == "1"
+        config = resolve(config, ranks)
+        self.ranks = ranks
+        self.config = config
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.step = 0  # steps done
+        self.time_ms = 0.0  # on the training clock, which validations do not move
+        self.signal = 0  # that this process was sent
+        self.stop_signal = 0  # that a rank was sent, when the ranks agreed the last time
+        # First step whose loss or gradient was not finite, or -1.
+        self.first_bad = torch.tensor(-1, device=ranks.device)
+        self.tokenizer_kind, self.val_tokens, self.val_bytes = load_validation(config)
+        self.loader = TokenLoader(config, ranks) if config.iterations else None
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if config.init_from and not checkpoint:
+            load_weights(self.model, config.init_from)
+        self.model.to(ranks.device)
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        try:
+            Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+            require(os.access(config.out_dir, os.W_OK), "it cannot be written to")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"OUT_DIR={config.out_dir!r}: {error}; use another folder") from None
+        self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
+        announce(self, overrides)
+        if self.loader and config.compile == "1":
+            compile_model(self, must_compile)
+        if checkpoint:
+            resume(self, checkpoint)
+        require(ranks.max(self.step, -self.step) == [self.step, -self.step], "RESUME: the ranks "
+                "found different checkpoints; OUT_DIR must be a folder that all of them see")
 
     def remember(self, number: int, _) -> None:
         """A signal was received: the run ends after a step and a checkpoint."""
         self.signal = number
-
-    @property
-    def left_ms(self) -> float:
-        """Time until the cap of the wall clock; infinite without one."""
-        return (self.config.max_wallclock_seconds * 1000 or math.inf) - self.time_ms
 
 def advance_clock(run: Run, agree: bool) -> None:
     """Count a step. Because agreeing waits for the device, the ranks agree on the clock and on
@@ -1092,7 +1113,7 @@ def advance_clock(run: Run, agree: bool) -> None:
     between the clock advances at the pace of the steps before, so that all ranks stop together."""
     run.step += 1
     run.time_ms += run.pace_ms
-    near_cap = run.left_ms < 20 * run.pace_ms
+    near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
     slow = run.pace_ms > 1000 or run.ranks.device.type == "cpu"
     if agree or near_cap or slow or run.step % 10 == 0:
         stop_if_not_finite(run)
@@ -1171,7 +1192,7 @@ def train(run: Run) -> None:
     shown_loss = math.nan
     started = run.step
     while True:
-        done = run.step >= config.iterations or run.left_ms <= 0
+        done = run.step >= config.iterations or run.time_ms >= run.cap_ms
         is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
         if run.step > started and (is_saved or run.stop_signal):
             save_checkpoint(run)
@@ -1188,8 +1209,8 @@ def train(run: Run) -> None:
         log_this = run.step < 10 or is_due(run.step + 1, config.train_log_every)
         advance_clock(run, agree=log_this or run.step + 1 == config.iterations)
         steps_left_ms = (config.iterations - run.step) * run.time_ms / run.step
-        eta_s = max(0.0, min(run.left_ms, steps_left_ms)) / 1000
-        if log_this or run.left_ms <= 0:
+        eta_s = max(0.0, min(run.cap_ms - run.time_ms, steps_left_ms)) / 1000
+        if log_this or run.time_ms >= run.cap_ms:
             shown_loss = loss.item()
             log_step(run, shown_loss, norm.item(), eta_s)
         log.progress(f"step {run.step} loss {shown_loss:.4f} eta {eta_s / 60:.1f}m")
@@ -1247,41 +1268,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
     return replace(config, micro_batch_tokens=max(fitting, default=1) * length)
 
-def set_up(config: Config, overrides: dict, source: str) -> Run:
-    """Find every mistake that can be found before training, open the log and build the run."""
-    ranks = start_ranks(config)
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    checkpoint = find_checkpoint(config)
-    if checkpoint and not config.run_id:
-        config = replace(config, run_id=checkpoint["run_id"])
-    must_compile = config.compile == "1"
-    config = resolve(config, ranks)
-    kind, val_tokens, val_bytes = load_validation(config)
-    loader = TokenLoader(config, ranks) if config.iterations else None
-    torch.manual_seed(config.seed)
-    model = GPT(config)
-    if config.init_from and not checkpoint:
-        load_weights(model, config.init_from)
-    model.to(ranks.device)
-    try:
-        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-        require(os.access(config.out_dir, os.W_OK), "it cannot be written to")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"OUT_DIR={config.out_dir!r}: {error}; use another folder") from None
-    log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-    run = Run(config, ranks, log, model, build_optimizers(model, config, ranks), scaler,
-              torch.tensor(-1, device=ranks.device), loader, val_tokens, val_bytes)
-    announce(run, kind, overrides)
-    if loader and config.compile == "1":
-        compile_model(run, must_compile)
-    if checkpoint:
-        resume(run, checkpoint)
-    require(ranks.max(run.step, -run.step) == [run.step, -run.step], "RESUME: the ranks found "
-            "different checkpoints; OUT_DIR must be a folder that all of them see")
-    return run
-
-def announce(run: Run, kind: str, overrides: dict) -> None:
+def announce(run: Run, overrides: dict) -> None:
     """Log what the run is about to do, in the lines that parsers of the field know."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
@@ -1296,7 +1283,8 @@ def announce(run: Run, kind: str, overrides: dict) -> None:
                   world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
                   flops_per_token=run.model.flops_per_token(), val_tokens=val_tokens,
                   val_bytes=run.val_bytes)
-    run.log.line(f"""val_bpb:enabled tokenizer_kind={kind} tokenizer_path={c.tokenizer_path}
+    run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
+tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
 loader:{c.loader}
 val_loader:shards pattern={val_pattern} tokens:{val_tokens}
@@ -1321,7 +1309,7 @@ def main() -> None:
     name = Path(__file__).name
     source = Path(__file__).read_text(encoding="utf-8")
     try:
-        run = set_up(*load_config(sys.argv[1:], dict(os.environ)), source)
+        run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.remember)
         if run.loader:

@@ -20,9 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-# What does not change the training, so that runs that differ in it are one line.
+# What does not change the training, so that runs that differ in it are one line. Only older logs have CHECKPOINT_DIR.
 NAMES = {"RUN_ID", "SEED", "OUT_DIR", "DATA_PATH", "TOKENIZER_PATH", "INIT_FROM", "RESUME", "TRAIN_LOG_EVERY",
-         "VAL_LOSS_EVERY", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "EXPORT_ONLY", "overrides"}
+         "VAL_LOSS_EVERY", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "overrides"}
+# Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; V100 and T4 have float16 only.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362,
+               "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125, "Tesla T4": 65}
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
            "tab:cyan", "black")
 STEP = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+)(.*)")
@@ -33,6 +36,7 @@ PAIR = re.compile(r"(\w+)[:=](\S+)")
 class Run:
     """One log. `train` and `val` hold a list a quantity, all of the length of their "step"."""
     name: str
+    start: dict = field(default_factory=dict)  # the "config" event of a .jsonl log
     settings: dict = field(default_factory=dict)
     train: dict[str, list[float]] = field(default_factory=dict)
     val: dict[str, list[float]] = field(default_factory=dict)
@@ -56,6 +60,7 @@ def read_events(lines: list[str], run: Run) -> int:
         event = json.loads(line)
         kind = event["event"]
         if kind == "config":
+            run.start = event
             run.settings = event["config"]
         elif kind == "resume":
             resumed = event["step"]
@@ -136,6 +141,16 @@ def read_run(text: str) -> Run:
     return run
 
 
+def mfu_of(start: dict, rate: float) -> float | None:
+    """The share of the GPUs' peak that `rate`, tokens/s of all ranks, uses: a run's "config" event has the GPU and the FLOPs
+    of a token. None where the peak is unknown, and for DTYPE=float32, whose peak is another."""
+    gpu = start.get("gpu", "")
+    peak = next((peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), None)
+    if peak is None or start["config"]["DTYPE"] == "float32":
+        return None
+    return rate * start["flops_per_token"] / (start["world_size"] * peak * 1e12)
+
+
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs by label; those that differ in SEED alone, or have no settings and one name, are together."""
     found: dict[str, list[Run]] = {}
@@ -165,14 +180,18 @@ def table_of(runs: list[Run]) -> list[list[str]]:
     def last(series: dict, name: str):
         return series[name][-1] if series.get(name) else None
 
+    def rate(run: Run) -> float | None:
+        known = np.isfinite(run.train.get("tok_per_sec", [np.nan])).any()
+        return np.nanmedian(run.train["tok_per_sec"]) if known else None
+
     rows = [["", *(run.name for run in runs)]]
     for title, form, pick in (
             ("steps", "{:,.0f}", lambda r: max(last(r.train, "step") or 0, last(r.val, "step") or 0)),
             ("tokens, M", "{:,.1f}", lambda r: max(last(r.train, "step") or 0, last(r.val, "step") or 0)
              * r.tokens_a_step() / 1e6),
             ("training, s", "{:,.1f}", lambda r: last(r.val, "seconds") or last(r.train, "seconds")),
-            ("tokens/s, median", "{:,.0f}", lambda r: np.nanmedian(r.train["tok_per_sec"])
-             if np.isfinite(r.train.get("tok_per_sec", [np.nan])).any() else None),
+            ("tokens/s, median", "{:,.0f}", rate),
+            ("MFU, median", "{:.1%}", lambda r: mfu_of(r.start, rate(r)) if rate(r) else None),
             ("last train_loss", "{:.4f}", lambda r: last(r.train, "loss")),
             ("last val_loss", "{:.4f}", lambda r: last(r.val, "loss")),
             ("last val_bpb", "{:.4f}", lambda r: last(r.val, "bpb")),

@@ -5,25 +5,29 @@
     python records/ladder.py --report records/track_speedup_ladder/2026-01-31_A100   prints a folder's README.md
 
 The text is yours, in GPT-2's tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, for each
-rung ends with the score and the export. NAME=value behind all that goes for every rung. The folder
-records/track_speedup_ladder/DATE_NAME gets ladder.json, the log of every rung, and README.md with the table.
+rung ends with the score and the export. NAME=value behind all that goes for every rung. A rung whose ATTN or COMPILE=1 does
+not run here is skipped, and later rungs do without what it sets. The folder records/track_speedup_ladder/DATE_NAME gets
+ladder.json, the log of every rung that ran, and README.md with the table.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "logs")]
 
+from plot import mfu_of  # noqa: E402
 from submit import hardware  # noqa: E402
-from verify import ROOT, read_events  # noqa: E402
+from verify import ABSOLUTE, ROOT, read_events  # noqa: E402
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
@@ -52,36 +56,53 @@ RUNGS = [
     ("weight decay, fused AdamW", "WEIGHT_DECAY=0.1 FUSED=1", ("", "50.7 ms, 161.7k", "")),
     ("gradient accumulation, 4 times", "ACCUMULATE=4", ("", "", "")),
     ("two ranks (DDP)", "RANKS=2", ("", "", "211.6k on 2 RTX 4090"))]
-SKIPPED = 10  # steps before those that are timed
+UNTIMED = 10  # steps before those that are timed
+UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.MULTILINE | re.DOTALL)
 PARAMETERS = 123_573_648  # of train_gpt.py at GPT-2's size
 
 
-def rung_settings(shape: str, extra: list[str]) -> list[tuple[str, dict[str, str], int]]:
-    """Name, settings and ranks of every rung; each has what the ones before it have."""
-    settings, ranks, result = dict(part.split("=", 1) for part in f"{COMMON} {SHAPES[shape]}".split()), 1, []
+def pairs_of(words: list[str]) -> dict[str, str]:
+    """The settings NAME=value by name."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:
+    """Name, settings and ranks of every rung; each has what the ones before it have, but for the skipped ones."""
+    below = {**pairs_of(f"{COMMON} {SHAPES[shape]}".split()), "RANKS": "1"}
+    result = []
     for name, changes, _ in RUNGS:
-        new = dict(part.split("=", 1) for part in changes.split())
-        ranks = int(new.pop("RANKS", ranks))
-        if times := int(new.pop("ACCUMULATE", 0)):
+        settings = {**below, **pairs_of(changes.split())}
+        if times := int(settings.pop("ACCUMULATE", 0)):
             settings["MICRO_BATCH_TOKENS"] = settings["TRAIN_BATCH_TOKENS"]
             settings["TRAIN_BATCH_TOKENS"] = str(times * int(settings["TRAIN_BATCH_TOKENS"]))
             settings["GRAD_ACCUM_STEPS"] = "0"
-        settings |= new
+        if name not in skipped:
+            below = dict(settings)
+        ranks = int(settings.pop("RANKS"))
         settings["VAL_BATCH_SIZE"] = settings["TRAIN_BATCH_TOKENS"]
-        result.append((name, {**settings, **dict(part.split("=", 1) for part in extra)}, ranks))
+        result.append((name, {**settings, **pairs_of(extra)}, ranks))
     return result
 
 
+def unavailable(output: str) -> str:
+    """Why ATTN or COMPILE=1 does not run here, as train_gpt.py says at the end of `output`: one line without absolute
+    paths; empty if it failed for another reason."""
+    match = UNAVAILABLE.search(output)
+    line = " ".join(match[1].split())[:300] if match else ""
+    return ABSOLUTE.sub(lambda path: path[0].replace(path[1], "PATH"), line).replace("`", "'")
+
+
 def climb(folder: Path, shape: str, extra: list[str]) -> None:
-    """Runs all rungs, one after another, in a folder of their own, and keeps their .jsonl logs. ValueError: one failed;
-    then nothing is left."""
-    about, rungs = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": []}, rung_settings(shape, extra)
-    if int(rungs[0][1]["ITERATIONS"]) < SKIPPED + 3:
-        raise ValueError(f"ITERATIONS has to be {SKIPPED + 3} or more: the first {SKIPPED} steps are not timed")
+    """Runs all rungs, one after another, in a folder of their own, and keeps their .jsonl logs. Skips those whose ATTN or
+    COMPILE=1 does not run here. ValueError: one failed otherwise, or the first one; then nothing is left."""
+    about = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": [], "skipped": {}}
+    if int(rung_settings(shape, extra)[0][1]["ITERATIONS"]) < UNTIMED + 3:
+        raise ValueError(f"ITERATIONS has to be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
     with tempfile.TemporaryDirectory() as place:
         Path(place, "data").symlink_to(ROOT / "data")  # so that logs have the same relative paths everywhere
         (logs := Path(place, "ladder")).mkdir()
-        for number, (name, settings, ranks) in enumerate(rungs, 1):
+        for number in range(1, len(RUNGS) + 1):
+            name, settings, ranks = rung_settings(shape, extra, about["skipped"])[number - 1]
             if about["hardware"].startswith("1x ") and ranks > 1:
                 print("left out, for there is one GPU:", name)
                 break
@@ -92,6 +113,10 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
             result = subprocess.run([*launcher, str(ROOT / "train_gpt.py"), *arguments], cwd=place, env=environment,
                                     capture_output=True, text=True, check=False)
+            if result.returncode and number > 1 and (reason := unavailable(result.stderr)):
+                about["skipped"][name] = reason
+                print(number, name, "is skipped:", reason, flush=True)
+                continue
             if result.returncode:
                 raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
             shutil.copy(Path(place, "logs", "rung.jsonl"), logs / f"rung{number:02d}.jsonl")
@@ -103,13 +128,20 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
 
 
 def check_rungs(folder: Path) -> list[str]:
-    """What is wrong with the logs of a ladder: a rung has to have run with what all rungs up to it set, by one script."""
+    """What is wrong with the logs of a ladder: a rung has to have run with what all rungs up to it set, by one script.
+    Those that were skipped have set nothing."""
     about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    skipped = about.get("skipped", {})
+    ran = [name for name, _, _ in RUNGS if name not in skipped][:len(about["rungs"])]
+    if about["rungs"] != ran:
+        return ["ladder.json does not have the rungs in their order"]
     found, codes = [], set()
-    for number, (name, settings, ranks) in enumerate(rung_settings(about["shape"], about["extra"])[:len(about["rungs"])], 1):
+    for number, (name, settings, ranks) in enumerate(rung_settings(about["shape"], about["extra"], skipped), 1):
+        if name not in ran:
+            continue
         events = read_events(folder / f"rung{number:02d}.jsonl")
         then = {key: value for key, (value, _) in events[0]["overrides"].items() if key not in ("RUN_ID", "OUT_DIR")}
-        if then != settings or events[0]["world_size"] != ranks or about["rungs"][number - 1:number] != [name]:
+        if then != settings or events[0]["world_size"] != ranks:
             found.append(f"rung{number:02d}.jsonl has not run with what the rung {name!r} sets")
         clock = [event["train_time_ms"] for event in events if event["event"] == "train"]
         if clock != sorted(clock) or len(clock) != int(settings["ITERATIONS"]):
@@ -123,10 +155,11 @@ def measure(path: Path) -> dict:
     events = read_events(path)
     start, trained = events[0], [event for event in events if event["event"] == "train"]
     clock = [event["train_time_ms"] for event in trained]
-    times = sorted(after - before for before, after in zip(clock[SKIPPED - 1:], clock[SKIPPED:]))
+    times = sorted(after - before for before, after in zip(clock[UNTIMED - 1:], clock[UNTIMED:]))
     low, middle, high = statistics.quantiles(times, n=4)
-    return {"ms": middle, "iqr": high - low, "rate": start["config"]["TRAIN_BATCH_TOKENS"] / middle * 1000,
-            "mfu": trained[-1]["mfu"], "mem": max(event["mem_mib"] for event in trained), "first": trained[0]["train_loss"],
+    rate = start["config"]["TRAIN_BATCH_TOKENS"] / middle * 1000
+    return {"ms": middle, "iqr": high - low, "rate": rate, "mfu": mfu_of(start, rate),
+            "mem": max(event["mem_mib"] for event in trained), "first": trained[0]["train_loss"],
             "last": statistics.mean(event["train_loss"] for event in trained[-10:]), "config": start["config"],
             "torch": start["torch"], "world_size": start["world_size"], "threads": start["threads"],
             "code": next(event["code_sha256"] for event in events if event["event"] == "export")}
@@ -147,16 +180,26 @@ def idle(name: str, now: dict, before: dict | None) -> str:
 def report(folder: Path) -> str:
     """README.md of a ladder, from ladder.json and the logs alone."""
     about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
-    measured = [measure(folder / f"rung{number:02d}.jsonl") for number in range(1, len(about["rungs"]) + 1)]
+    measured = {name: measure(folder / f"rung{number:02d}.jsonl") for number, (name, _, _) in enumerate(RUNGS, 1)
+                if name in about["rungs"]}
+    skipped = about.get("skipped", {})
     rows, before = [], None
-    for (name, sets, published), now in zip(RUNGS, measured):
-        cells = [name, f"`{sets}`" if sets else "", f"{now['ms']:.1f} ({now['iqr']:.1f})", f"{now['rate']:,.0f}",
-                 "n/a" if now["mfu"] is None else f"{now['mfu']:.1%}", f"{now['mem']:,}",
-                 f"{now['first']:.2f} to {now['last']:.2f}", idle(name, now, before), *published]
-        rows.append("| " + " | ".join(cells) + " |")
-        before = now
-    named = dict(zip(about["rungs"], measured))
-    first, last = named["float32"], named["weight decay, fused AdamW"]
+    for name, sets, published in RUNGS:
+        if now := measured.get(name):
+            numbers = [f"{now['ms']:.1f} ({now['iqr']:.1f})", f"{now['rate']:,.0f}",
+                       "n/a" if now["mfu"] is None else f"{now['mfu']:.1%}", f"{now['mem']:,}" if now["mem"] else "n/a",
+                       f"{now['first']:.2f} to {now['last']:.2f}", idle(name, now, before)]
+            before = now
+        elif name in skipped:
+            numbers = ["n/a"] * 5 + ["skipped"]
+        else:
+            continue
+        rows.append("| " + " | ".join([name, f"`{sets}`" if sets else "", *numbers, *published]) + " |")
+    if skipped:
+        rows += ["", "Skipped, because they do not run here; the rungs after them do without what they set:", ""]
+        rows += [f"- {name}: `{reason}`" for name, reason in skipped.items()]
+    first, fused = measured["float32"], measured.get("weight decay, fused AdamW")
+    gain = f"From float32 to the fused optimizer: {first['ms'] / fused['ms']:.2f} times as fast.\n\n" if fused else ""
     config = first["config"]
     return f"""# The speed-up ladder on {about['hardware']}
 
@@ -164,11 +207,10 @@ Shape `{about['shape']}`: {config['NUM_LAYERS']} layers of width {config['MODEL_
 vocabulary {config['VOCAB_SIZE']:,}, rows of {config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step.
 Device {config['DEVICE']}, {first['threads']} threads, PyTorch {first['torch']}, train_gpt.py {first['code'][:12]}, \
 data {Path(config['DATA_PATH']).name}. {config['ITERATIONS']} steps a rung; median and
-interquartile range are of the steps after the first {SKIPPED}, each of which was waited for. Memory is the process's on a CPU.
+interquartile range are of the steps after the first {UNTIMED}, each of which was waited for. MiB is the peak of CUDA's
+memory; older logs have that of the process on a CPU.
 
-From float32 to the fused optimizer: {first['ms'] / last['ms']:.2f} times as fast.
-
-| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss: first, mean of last 10 | here | MPS | \
+{gain}| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss: first, mean of last 10 | here | MPS | \
 A100 | RTX 3080 |
 |---|---|---|---|---|---|---|---|---|---|---|
 """ + "\n".join(rows) + f"""

@@ -55,8 +55,8 @@ def render(said: dict) -> str:
              f"{said['val_loss']:.4f} ± {said['val_loss_std']:.4f} nats per token. Scored is the artifact as read back from "
              f"its file. {said['bytes_total']:,} bytes at most, {said['bytes_code']:,} of them code; "
              f"{said['parameters']:,} parameters."]
-    if said["val_bpb_raw"] is not None:
-        lines[-1] += f" Per byte of the original text, which the tokenizer changes: {said['val_bpb_raw']:.4f}."
+    if said["val_bpb_original"] not in (None, said["val_bpb"]):
+        lines[-1] += f" Per byte of the original text, which the tokenizer changes: {said['val_bpb_original']:.4f}."
     lines += ["", said["blurb"], "",
               "| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | all in, s | artifact, bytes | "
               "with code |",
@@ -92,7 +92,7 @@ def write_claims(folder: Path, authored: dict) -> None:
     base = check_base(folder, authored, found)
     if found:
         raise ValueError("; ".join(found))
-    said = {**authored, **claims_of(track, seeds, base)}
+    said = {**authored, **claims_of(track, authored["division"], seeds, base)}
     (folder / "submission.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     readme = folder / "README.md"
     notes = readme.read_text(encoding="utf-8").partition(NOTES)[2] if readme.is_file() else ""

@@ -3,7 +3,7 @@
     python records/verify.py                            all folders
     python records/verify.py records/track_open/2026-01-31_Name --rerun     scores the artifacts again, too; those that are
                                                         not in the folder lie in --artifacts DIR, under the same names
-    python records/verify.py --counts data/datasets/NAME --tokenizer FILE --lengths 512,1024    a row for track.json
+    python records/verify.py --counts data/datasets/NAME --tokenizer FILE --lengths 512,1024    a table of track.json
 
 It prints a line a finding and ends with 1 where there is one. Without --rerun it believes logs that agree with one another
 throughout; --rerun runs the folder's train_gpt.py, which is code of whoever wrote it, on the division's data set.
@@ -42,9 +42,10 @@ LINES = {  # numbers of the text log that the events have, too
 ABSOLUTE = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
 UNSAFE = re.compile(r"[|\n\r<>]")  # what a field of one line in a Markdown table cannot have
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # what a script may import besides Python's library
-# What may differ between the seeds of a record: names, and how often something is written.
+# What may differ between the seeds of a record: names, and how often something is written. CHECKPOINT_DIR and TRACKERS are of
+# older scripts.
 SAME_RUN = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "TRACKERS"}
-SAME_PLACE = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "val_raw_bytes", "parameters")
+SAME_PLACE = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters")
 CLAIMS = {  # the types of what submission.json says
     "name": str, "author": str, "github_id": str, "date": str, "track": str, "division": str, "blurb": str,
     "base": str, "hardware": str, "command": str, "seeds": list, "seed_results": dict, "settings": dict,
@@ -114,7 +115,7 @@ def check_clock(name: str, events: list[dict], found: Findings) -> None:
             wall, ms = 1000 * (after["elapsed_s"] - before["elapsed_s"]), after["train_time_ms"] - before["train_time_ms"]
             found.check(abs(wall - ms) <= 0.05 * wall + 250, f"{name}: step {after['step']}: {ms:.0f} ms of training, but "
                         f"{wall:.0f} ms of the wall clock")
-    wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]  # those come from another thread
+    wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]  # older scripts write it in a thread
     found.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
     found.check(not trained or kinds["val"]["train_time_ms"] >= trained[-1]["train_time_ms"] - 1000,
                 f"{name}: the last validation is earlier than the last step")
@@ -151,13 +152,10 @@ def summary_of(folder: Path, name: str, events: list, versions: str, lines: list
     settings = start["config"]
     # Every score is loss, tokens and bytes.
     scored = [event for event in events if event["event"] in ("val", "final")]
-    for key, count in (("val_bpb", start["val_bytes"]), ("val_bpb_raw", start["val_raw_bytes"])):
-        for event in scored if count is not None else ():
-            bits = event["val_loss"] * start["val_tokens"] / math.log(2) / count
-            found.check(close(event[key], bits), f"{name}: {event['event']} of step {event['step']}: {key} {event[key]} is not "
-                        f"val_loss * tokens / (ln 2 * bytes) = {bits}")
-    found.check(start["val_raw_bytes"] is not None or all("val_bpb_raw" not in event for event in scored),
-                f"{name}: val_bpb_raw without bytes of an original text")
+    for event in scored:
+        bits = event["val_loss"] * start["val_tokens"] / math.log(2) / start["val_bytes"]
+        found.check(close(event["val_bpb"], bits), f"{name}: {event['event']} of step {event['step']}: val_bpb "
+                    f"{event['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
     # The text log has the same numbers.
     logged = [(int(m[1]), m[2], m[3], m[4], m[5]) for m in map(STEP.match, lines) if m]
     wanted = [(e["step"], e["event"], f"{e[e['event'] + '_loss']:.4f}",
@@ -182,7 +180,7 @@ def summary_of(folder: Path, name: str, events: list, versions: str, lines: list
     paces = trained[-1]["step"] - trained[-2]["step"] if len(ends) == 2 else 1
     last_step = (ends[1] - ends[0]) / paces if len(ends) == 2 else sum(ends)
     return {"seed": settings["SEED"], "settings": settings, "losses": [e["train_loss"] for e in trained],
-            "val_loss": final["val_loss"], "val_bpb": final["val_bpb"], "val_bpb_raw": final.get("val_bpb_raw"),
+            "val_loss": final["val_loss"], "val_bpb": final["val_bpb"],
             "val_bpb_before_export": kinds["val"]["val_bpb"], "steps": final["step"],
             "train_seconds": kinds["val"]["train_time_ms"] / 1000,
             "last_step_began": ends[-1] - 2 * last_step if ends else 0.0,  # at the earliest; steps differ
@@ -192,7 +190,7 @@ def summary_of(folder: Path, name: str, events: list, versions: str, lines: list
             "bytes_total": export["artifact_bytes"] + export["code_bytes"],
             "resumed": check_resumed(folder, name, events, found), "machine": versions,
             "unique_tokens": kinds["data"]["unique_tokens"] if "data" in kinds else 0,
-            "val_tokens": start["val_tokens"], "val_bytes": start["val_bytes"], "val_raw_bytes": start["val_raw_bytes"],
+            "val_tokens": start["val_tokens"], "val_bytes": start["val_bytes"],
             "world_size": start["world_size"], "threads": start["threads"], "torch": start["torch"],
             "given": {key: settings[key] for key in sorted(start["overrides"]) if key not in SAME_RUN},
             "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1]),
@@ -274,17 +272,22 @@ def check_rules(track: dict, division: str, seeds: list[dict], found: Findings) 
         found.check(not paths, f"{name}: {', '.join(paths)}: a path from the root of a machine; give it from the repository on")
         for key, allowed in track.get("settings", {}).items():
             found.check(settings.get(key) in allowed, f"{name}: {key}={settings.get(key)!r} is none of {allowed}")
-        for table in data["scored"].values() if data else ():
-            row = table.get(str(settings["TRAIN_SEQ_LEN"]))
-            if row and all(fits(seed[key], row[key]) for key in ("val_tokens", "val_bytes", "val_raw_bytes")):
-                break
-        else:
-            found.check(not data, f"{name}: {seed['val_tokens']} validation tokens of {seed['val_bytes']} bytes ("
-                        f"{seed['val_raw_bytes']} in the original) are not what the division {division!r} has for "
-                        f"TRAIN_SEQ_LEN={settings['TRAIN_SEQ_LEN']}; a row for track.json is printed by --counts")
+        found.check(not data or scored_table(data, seed) is not None, f"{name}: {seed['val_tokens']} validation tokens of "
+                    f"{seed['val_bytes']} bytes are not what the division {division!r} has for "
+                    f"TRAIN_SEQ_LEN={settings['TRAIN_SEQ_LEN']}; --counts prints a table for track.json")
 
 
-def fits(value: int | None, wanted) -> bool:
+def scored_table(division: dict, seed: dict) -> dict | None:
+    """The division's table, which is one tokenizer's, whose row for TRAIN_SEQ_LEN counts the seed's validation tokens and
+    bytes; None if there is none."""
+    for table in division["scored"].values():
+        row = table.get(str(seed["settings"]["TRAIN_SEQ_LEN"]))
+        if row and all(fits(seed[key], row[key]) for key in ("val_tokens", "val_bytes")):
+            return table
+    return None
+
+
+def fits(value: int, wanted) -> bool:
     """Whether a count is the wanted one, or between two where that is a pair."""
     return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
 
@@ -307,15 +310,23 @@ def significance(track: dict, seeds: list[dict], base: list[dict]) -> dict | Non
             "n": [len(ours), len(theirs)], "p": float(result.pvalue)}
 
 
-def claims_of(track: dict, seeds: list[dict], base: list[dict]) -> dict:
+def claims_of(track: dict, division: str, seeds: list[dict], base: list[dict]) -> dict:
     """All of submission.json that the logs decide: means, sample deviations, every seed, largest sizes, the settings that
-    were set, what changed against the base, the test against it, and the environment."""
+    were set, what changed against the base, the test against it, and the environment. Bits per byte of the original text
+    follow from a constant of the division's table, the original bytes per decoded byte; they are None without it."""
     def deviation(key: str) -> float:
         return statistics.stdev(seed[key] for seed in seeds) if len(seeds) > 1 else 0.0
 
-    first, raw = seeds[0], [seed["val_bpb_raw"] for seed in seeds]
-    kept = ("val_loss", "val_bpb", "val_bpb_raw", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds",
-            "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed", "unique_tokens")
+    def original(val_bpb: float) -> float | None:
+        return val_bpb / ratio if ratio else None
+
+    first = seeds[0]
+    rules = track.get("divisions", {}).get(division)
+    table = scored_table(rules, first) if rules else None
+    ratio = (table or {}).get("original_per_decoded_byte")
+    val_bpb = statistics.mean(seed["val_bpb"] for seed in seeds)
+    kept = ("val_loss", "val_bpb", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds", "wall_seconds",
+            "artifact_bytes", "artifact_sha256", "bytes_total", "resumed", "unique_tokens")
     changes = {}
     if base:
         then, now = base[0]["settings"], first["settings"]
@@ -324,12 +335,12 @@ def claims_of(track: dict, seeds: list[dict], base: list[dict]) -> dict:
         if base[0]["code_sha256"] != first["code_sha256"]:
             changes["train_gpt.py"] = [base[0]["code_sha256"][:12], first["code_sha256"][:12]]
     return {"val_loss": statistics.mean(seed["val_loss"] for seed in seeds), "val_loss_std": deviation("val_loss"),
-            "val_bpb": statistics.mean(seed["val_bpb"] for seed in seeds), "val_bpb_std": deviation("val_bpb"),
-            "val_bpb_raw": None if None in raw else statistics.mean(raw),
+            "val_bpb": val_bpb, "val_bpb_std": deviation("val_bpb"), "val_bpb_original": original(val_bpb),
             "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
             "script_sha256": first["code_sha256"], "parameters": first["parameters"],
             "seeds": [seed["seed"] for seed in seeds],
-            "seed_results": {str(seed["seed"]): {key: seed[key] for key in kept} for seed in seeds},
+            "seed_results": {str(seed["seed"]): {**{key: seed[key] for key in kept},
+                                                 "val_bpb_original": original(seed["val_bpb"])} for seed in seeds},
             "settings": first["given"], "changes": changes, "significance": significance(track, seeds, base),
             "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
 
@@ -451,7 +462,7 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
                 f"submission.json is of {said['track']}/{said['date']}_{said['name']}, not of {folder.parent.name}/{folder.name}")
     for key in ("name", "author", "github_id", "date", "division", "base", "hardware", "command"):
         found.check(not UNSAFE.search(said[key]), f"submission.json: {key} has a line end, or one of | < >")
-    computed = claims_of(track, seeds, check_base(folder, said, found))
+    computed = claims_of(track, said["division"], seeds, check_base(folder, said, found))
     for key, value in computed.items():
         compare(said.get(key), value, f"submission.json: {key}", found)
     check_rules(track, said["division"], seeds, found)
@@ -495,17 +506,18 @@ def record_folders() -> list[Path]:
 
 
 def print_counts(options) -> None:
-    """A row for each length, as track.json has it, computed from a data set."""
+    """A table of a division, as track.json has it, computed from a data set."""
     sys.path.insert(0, str(ROOT))
     import train_gpt
     manifest = json.loads((options.counts / "manifest.json").read_text(encoding="utf-8"))
-    rows = {}
+    split = manifest["splits"]["val"]
+    table = {"original_per_decoded_byte": split["bytes"] / split["decoded_bytes"]}
     for length in map(int, options.lengths.split(",")):
         config = train_gpt.Config(data_path=str(options.counts), tokenizer_path=options.tokenizer, train_seq_len=length,
                                   vocab_size=manifest["tokenizer"]["vocab_size"])
-        _, tokens, charged, raw = train_gpt.load_validation(config)
-        rows[str(length)] = {"val_tokens": len(tokens) - 1, "val_bytes": charged, "val_raw_bytes": raw}
-    print(json.dumps(rows, indent=1))
+        _, tokens, byte_count = train_gpt.load_validation(config)
+        table[str(length)] = {"val_tokens": len(tokens) - 1, "val_bytes": byte_count}
+    print(json.dumps(table, indent=1))
 
 
 def main() -> None:
@@ -513,7 +525,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
     parser.add_argument("--artifacts", type=Path, metavar="DIR", help="where artifacts lie that are too large for the folder")
-    parser.add_argument("--counts", type=Path, metavar="DATA_PATH", help="print what a validation split counts")
+    parser.add_argument("--counts", type=Path, metavar="DATA_PATH", help="print a table of track.json")
     parser.add_argument("--tokenizer", help="TOKENIZER_PATH for --counts")
     parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="TRAIN_SEQ_LENs for --counts")
     options = parser.parse_args()

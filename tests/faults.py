@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -32,6 +31,7 @@ import sentencepiece  # noqa: E402
 import torch  # noqa: E402
 import train_gpt  # noqa: E402
 from conftest import make_shards, one_process, tiny_arguments, tiny_config, write_shard  # noqa: E402
+from test_optim import make_run  # noqa: E402
 
 PHASES = [("Serialized model", "export"), ("step:", "training"), ("warmup_step", "warm-up"), ("", "start")]
 
@@ -246,16 +246,11 @@ def restarts(folder: Path, data: Path) -> tuple[str, int]:
     return f"status {process.returncode}, {resumed}", int(not same)
 
 
-def checkpoint_cost(folder: Path, data: Path) -> tuple[str, int]:
+def checkpoint_cost(folder: Path) -> tuple[str, int]:
     """How long training waits for a checkpoint of the default model."""
-    config = train_gpt.Config(data_path=str(data), out_dir=str(folder), run_id="cost", train_seq_len=32, dtype="float32",
-                              train_batch_tokens=1024, grad_accum_steps=8)
-    log = types.SimpleNamespace(event=lambda *a, **k: None, line=print)
-    model = train_gpt.GPT(config)
-    optimizers = train_gpt.build_optimizers(model, config, one_process())
-    run = train_gpt.Run(config, one_process(), log, model, optimizers, torch.amp.GradScaler("cpu", enabled=False),
-                        torch.tensor(-1), None, None, 0)
-    for p in model.parameters():
+    run = make_run(out_dir=str(folder), run_id="cost", vocab_size=1024, num_layers=9, model_dim=512, num_heads=8,
+                   num_kv_heads=4)
+    for p in run.model.parameters():
         p.grad = torch.zeros_like(p)
     for optimizer in run.optimizers:
         optimizer.step()
@@ -290,7 +285,7 @@ def main() -> None:
             ("a disk that becomes full", lambda: full_disk(folder / "full", data)),
             ("1 rank of 4 killed", lambda: dead_rank(folder / "dead", data)),
             ("1 rank of 2 killed, --max-restarts", lambda: restarts(folder / "restarts", data)),
-            ("a checkpoint of the default model", lambda: checkpoint_cost(folder / "cost", data)),
+            ("a checkpoint of the default model", lambda: checkpoint_cost(folder / "cost")),
         ):
             started = time.monotonic()
             text, bad = campaign()

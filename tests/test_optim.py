@@ -14,13 +14,18 @@ from conftest import one_process, tiny_config
 
 
 def make_run(**changes):
+    """A run without a log, data and files."""
     config = tiny_config(**changes)
     torch.manual_seed(0)
-    model = train_gpt.GPT(config)
-    optimizers = train_gpt.build_optimizers(model, config, one_process())
-    scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
-    return train_gpt.Run(config, one_process(), types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None),
-                         model, optimizers, scaler, torch.tensor(-1), None, None, 0)
+    run = train_gpt.Run.__new__(train_gpt.Run)
+    run.config, run.ranks, run.model = config, one_process(), train_gpt.GPT(config)
+    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
+    run.optimizers = train_gpt.build_optimizers(run.model, config, run.ranks)
+    run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
+    run.first_bad, run.step, run.time_ms, run.signal, run.stop_signal = torch.tensor(-1), 0, 0.0, 0, 0
+    run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+    run.logged = (0, 0.0)
+    return run
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -31,14 +31,16 @@ final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.2243657{seed}
 """
 
 
-def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0):
-    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000, "DATA_PATH": "a/set"}
-    events = [{"event": "config", "config": settings, "overrides": {}}]
+def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, gpu="", dtype="bfloat16"):
+    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000, "DATA_PATH": "a/set",
+                "DTYPE": dtype}
+    events = [{"event": "config", "config": settings, "overrides": {}, "world_size": 2, "gpu": gpu,
+               "flops_per_token": 10 ** 10}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
     for step in steps:
         events.append({"event": "train", "step": step, "train_loss": 5 - step + shift, "train_time_ms": 1000 * step,
-                       "lr": lr, "grad_norm": 0.5, "tok_per_sec": 1000 + step, "mfu": None})
+                       "lr": lr, "grad_norm": 0.5, "tok_per_sec": 1000 + step})
         if step % 2 == 0:
             events.append({"event": "val", "step": step, "val_loss": 4 - step / 2 + shift, "val_bpb": 2 - step / 4,
                            "train_time_ms": 1000 * step})
@@ -87,6 +89,20 @@ def test_the_table_has_the_settings_that_differ(tmp_path):
     assert rows["val_bpb of the artifact"] == ["1.0100", "1.0100"] and rows["artifact and code, bytes"] == ["1,000"] * 2
     lines = plot.markdown(plot.table_of(runs)).splitlines()
     assert len({len(line) for line in lines}) == 1 and re.fullmatch(r"(\|-+){3}\|", lines[1])
+
+
+@pytest.mark.parametrize("gpu, dtype, wanted", [
+    ("NVIDIA L4", "bfloat16", "4.1%"), ("NVIDIA L40S", "bfloat16", "1.4%"), ("NVIDIA H100 80GB HBM3", "bfloat16", "0.5%"),
+    ("NVIDIA H100 PCIe", "bfloat16", "0.7%"), ("Tesla T4", "float16", "7.7%"), ("NVIDIA L4", "float32", ""),
+    ("NVIDIA L400", "bfloat16", ""), ("", "bfloat16", "")])
+def test_mfu_is_of_the_gpus_that_the_log_names(tmp_path, gpu, dtype, wanted):
+    """By hand for the L4: 1,002.5 tokens/s of 1e10 FLOP on two GPUs of 121 TFLOP/s."""
+    old = write_events(tmp_path / "old.jsonl")
+    events = [json.loads(line) for line in old.read_text().splitlines()]
+    old.write_text("".join(json.dumps({key: e[key] for key in e.keys() - {"gpu", "flops_per_token"}}) + "\n" for e in events))
+    new = write_events(tmp_path / "new.jsonl", gpu=gpu, dtype=dtype)
+    rows = {row[0]: row[1:] for row in plot.table_of([plot.read_run(str(path)) for path in (old, new)])}
+    assert rows["MFU, median"] == ["", wanted]
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ import verify  # noqa: E402
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_threads": 64,
          "max_world_size": 1, "min_seeds": 3, "unit": "nats per token", "margin": 0.0, "p": 0.01,
          "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
-         "divisions": {"tiny": {"scored": {"byte260": {"32": {"val_tokens": 2976, "val_bytes": 2976, "val_raw_bytes": None}}}}}}
+         "divisions": {"tiny": {"scored": {"byte260": {"original_per_decoded_byte": 1.25,
+                                                       "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
 
 
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
@@ -123,7 +125,7 @@ def same_run_twice(folder: Path) -> None:
 
 
 def longer_script(folder: Path) -> None:
-    more = "# one more line\n" * 100
+    more = "# one more line\n" * 1500
     for path in (folder / "train_gpt.py", *folder.glob("*.log")):
         path.write_text(more + path.read_text())
 
@@ -190,7 +192,7 @@ FORGERIES = {
     "a final score in the .log": (lambda f: edit(f / "train_seed2.log", r"(roundtrip_exact val_loss:\d)\.\d", r"\1.0"),
                                   "val_loss and val_bpb is .* in the .log"),
     "an infinite loss": (lambda f: change(f, "final", val_loss=float("inf")), "is not val_loss . tokens"),
-    "a score per byte of no text": (lambda f: change(f, "final", val_bpb_raw=0.5), "val_bpb_raw without bytes"),
+    "a score per byte of another text": (lambda f: claim(f, val_bpb_original=0.5), "submission.json: val_bpb_original is 0.5"),
     "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'), "ZeroDivisionError"),
     "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"), "world_size is .* in the .log"),
     "a setting that was not set": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": ."2", "argument".,', ""),
@@ -236,6 +238,10 @@ def test_what_the_tools_make_is_accepted(root, capsys):
     for folder in sorted((root / "records" / "track_tiny").glob("*_*")):
         found, notes = verify.verify_record(folder)
         assert not found and "bits per byte, 3 seeds" in notes[0], found
+        original = claims(folder)["val_bpb"] / 1.25
+        assert claims(folder)["val_bpb_original"] == pytest.approx(original)
+        assert claims(folder)["seed_results"]["2"]["val_bpb_original"] == claims(folder)["seed_results"]["2"]["val_bpb"] / 1.25
+        assert f"which the tokenizer changes: {original:.4f}." in (folder / "README.md").read_text()
     assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ nats per token, .* not significant", notes[1])
 
 
@@ -302,7 +308,7 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     (open_track / "track.json").write_text(json.dumps({"title": "Open"}))
     settings = dict(RUN_ID="broken", OUT_DIR="logs/broken", CHECKPOINT_EVERY="2", KEEP_CHECKPOINTS="9")
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
-    half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002_*"))
+    half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002.pt"))
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=half.relative_to(root)))
     monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed", "--author", "me", "broken"])
     with pytest.raises(SystemExit) as end:
@@ -310,6 +316,7 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     folder = next(open_track.glob("*_Resumed"))
     assert end.value.code == 0 and claims(folder)["seed_results"]["1337"]["resumed"] is True
     text = (folder / "README.md").read_text()
+    assert claims(folder)["val_bpb_original"] is None and "original text" not in text
     assert "Resumed: 1337." in text and "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
     monkeypatch.setattr(sys, "argv", ["submit.py", "--again", str(folder), "--blurb", "Another blurb."])
@@ -379,6 +386,79 @@ def test_rungs_add_up():
     with torch.device("meta"):
         model = train_gpt.GPT(train_gpt.replace(big, dtype="float32"))
     assert sum(p.numel() for p in model.parameters()) == ladder.PARAMETERS
+
+
+class Trainer:
+    """Stands in for the subprocess of a rung: writes the log of a run on an H100, or ends with an error."""
+
+    def __init__(self, lacks: dict[str, str]):
+        self.lacks = lacks
+        self.runs = []
+
+    def __call__(self, command, cwd, **_):
+        settings = dict(word.split("=", 1) for word in command if "=" in word and not word.startswith("--"))
+        ranks = 2 if "torch.distributed.run" in command else 1
+        for setting, error in self.lacks.items():
+            name, value = setting.split("=")
+            if settings[name] == value:
+                return subprocess.CompletedProcess(command, 1, "", f"a warning\n{error}\n")
+        self.runs.append(settings)
+        config = {**settings, "TRAIN_BATCH_TOKENS": int(settings["TRAIN_BATCH_TOKENS"]), "TRAIN_SEQ_LEN": 256,
+                  "VOCAB_SIZE": 50257, "DEVICE": "cuda", "FUSED": settings["FUSED"] == "1"}
+        overrides = {name: [text, "argument"] for name, text in settings.items()}
+        events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2, "torch": "2",
+                   "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
+        events += [{"event": "train", "step": step, "train_loss": 9.0, "train_time_ms": 10.0 * step, "mem_mib": 0}
+                   for step in range(1, int(settings["ITERATIONS"]) + 1)]
+        events.append({"event": "export", "code_sha256": "0" * 64})
+        Path(cwd, "logs").mkdir(exist_ok=True)
+        Path(cwd, "logs", "rung.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def climb(tmp_path, monkeypatch):
+    """Climbs the ladder with a trainer that lacks some settings; returns the folder and the settings of the runs."""
+    monkeypatch.setattr(ladder, "hardware", lambda: "2x NVIDIA H100")
+
+    def run(lacks):
+        trainer = Trainer(lacks)
+        monkeypatch.setattr(ladder.subprocess, "run", trainer)
+        ladder.climb(tmp_path / "ladder", "small", ["DATA_PATH=x", "ITERATIONS=20"])
+        return tmp_path / "ladder", trainer.runs
+    return run
+
+
+def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
+    folder, runs = climb({"COMPILE=1": "train_gpt.py: COMPILE=1 failed: no /usr/bin/g++;\nCOMPILE=0 does without",
+                          "ATTN=flash": "train_gpt.py: ATTN=flash does not run float32 heads"})
+    about = json.loads((folder / "ladder.json").read_text())
+    assert about["skipped"] == {"torch.compile": "COMPILE=1 failed: no PATH++; COMPILE=0 does without",
+                                "flash attention (SDPA)": "ATTN=flash does not run float32 heads"}
+    assert len(about["rungs"]) == len(runs) == len(ladder.RUNGS) - 2 and not {*about["rungs"]} & about["skipped"].keys()
+    assert all(settings["COMPILE"] == "0" and settings["ATTN"] == "math" for settings in runs)
+    assert runs[-1]["VOCAB_PAD"] == "64" and runs[-1]["TRAIN_BATCH_TOKENS"] == "4096"
+    assert "8 torch.compile is skipped: COMPILE=1 failed" in capsys.readouterr().out
+    assert verify.verify_ladder(folder) == ([], [])
+    text = (folder / "README.md").read_text()
+    assert "- flash attention (SDPA): `ATTN=flash does not run float32 heads`" in text
+    rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()}
+    assert rows["torch.compile"][2:8] == ["n/a"] * 5 + ["skipped"]
+    assert rows["float32"][4:6] == ["n/a", "n/a"] and rows["bfloat16"][3:6] == ["102,400", "10.4%", "n/a"]
+    assert rows["two ranks (DDP)"][3:5] == ["409,600", "20.7%"]
+    edit(folder / "rung10.jsonl", r'"COMPILE": \["0"', '"COMPILE": ["1"')
+    assert ladder.check_rungs(folder) == ["rung10.jsonl has not run with what the rung 'padded vocabulary' sets"]
+    (folder / "ladder.json").write_text(json.dumps({**about, "skipped": {}}))
+    assert ladder.check_rungs(folder) == ["ladder.json does not have the rungs in their order"]
+
+
+@pytest.mark.parametrize("lacks, reason", [
+    ({"ATTN=math": "train_gpt.py: ATTN=math does not run"}, "rung 1, overfit one batch, failed: .*ATTN=math does not"),
+    ({"COMPILE=1": "train_gpt.py: out of memory"}, "rung 8, torch.compile, failed: .*out of memory")])
+def test_other_failures_end_the_ladder(climb, tmp_path, lacks, reason):
+    with pytest.raises(ValueError, match=f"(?s){reason}"):
+        climb(lacks)
+    assert not (tmp_path / "ladder").exists()
 
 
 def test_all_committed_records_are_as_they_say():
