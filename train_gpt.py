@@ -230,7 +230,7 @@ class Ranks:
         if self.world_size == 1:
             return tensor
         whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
-        dist.all_gather_into_tensor(whole, tensor)
+        dist.all_gather(list(whole.chunk(self.world_size)), tensor)
         return whole
 
     def now_ms(self) -> float:

@@ -129,7 +129,7 @@ class Meter:
                 else:
                     type(run.model).__call__ = self.phase("forward", type(run.model).__call__)
                 torch.Tensor.backward = self.phase("backward", torch.Tensor.backward)
-                for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
+                for name in ("all_reduce", "all_gather"):
                     function = getattr(torch.distributed, name)
                     setattr(torch.distributed, name, self.phase("synchronise", function))
                 for optimizer in run.optimizers:
