@@ -67,17 +67,14 @@ class Config:
     init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
     data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
     tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
-    loader: str = var("sequential", "read the shards in order, or rows in random order",
-                      "sequential|shuffled")
+    loader: str = var("sequential", "order of the training text", "sequential|shuffled")
     overfit: bool = var(False, "train on the first batch again and again")
     # Device
     device: str = free("auto", "auto: the first one available", "auto|cuda|mps|cpu")
-    dtype: str = var("auto", "type of the activations; auto: bfloat16 if the device multiplies it",
-                     "auto|bfloat16|float32|float16")
+    dtype: str = var("auto", "auto: bfloat16 where it is native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "of float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "attention kernel; auto: the first that runs",
-                     "auto|flash|cudnn|efficient|math")
+    attn: str = free("auto", "auto: the first that runs", "auto|flash|cudnn|efficient|math")
     # Length, validation and log
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
@@ -150,12 +147,10 @@ class Config:
 def parse_value(f, text: str):
     """The value that `text` means for a field. ValueError names the variable and what works."""
     name = f.name.upper()
-    if f.type is bool:
-        require(text.lower() in ("0", "1", "false", "true"), f"{name}={text!r} must be 0 or 1")
-        return text.lower() in ("1", "true")
-    if choices := f.metadata["choices"]:
+    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
+    if choices:
         require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
-        return text.lower()
+        return text.lower() in ("1", "true") if f.type is bool else text.lower()
     try:
         return f.type(text)
     except ValueError:
@@ -460,8 +455,7 @@ def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     """The kind of TOKENIZER_PATH; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
-    boundary, in column 0 elsewhere; which tokens are boundaries, bool (V,). ValueError: unreadable,
-    or V is not VOCAB_SIZE."""
+    boundary, in column 0 elsewhere; and which tokens are boundaries, bool (V,). ValueError."""
     path = config.tokenizer_path
     first = boundary = None
     try:
@@ -469,8 +463,17 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             kind = "byte"
             lengths = [0] * 4 + [1] * 256
         elif path.endswith(".model"):
+            import sentencepiece
             kind = "sentencepiece"
-            lengths, first, boundary = sentencepiece_bytes(path)
+            model = sentencepiece.SentencePieceProcessor(model_file=path)
+            ids = range(model.vocab_size())
+            silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
+            texts = ["?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
+            pieces = ["" if silent[i] else texts[i].replace("\u2581", " ") for i in ids]
+            lengths = [len(piece.encode("utf-8")) for piece in pieces]
+            boundary = [model.is_control(i) for i in ids]
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # a dummy prefix is no text
+                first = [n - piece.startswith(" ") for n, piece in zip(lengths, pieces)]
         elif path.endswith(".json"):
             vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
             kind = vocabulary["kind"]
@@ -490,21 +493,6 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, first or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
-
-def sentencepiece_bytes(path: str) -> tuple[list[int], list[int], list[bool]]:
-    """Per token of a SentencePiece model: its bytes, those after a boundary, and whether it is one.
-    The mark U+2581 is a space, but for the one that a dummy prefix puts before a document."""
-    import sentencepiece
-    model = sentencepiece.SentencePieceProcessor(model_file=path)
-    dummy_prefix = model.encode("a", out_type=str)[0].startswith("\u2581")
-    lengths, first, boundary = [], [], []
-    for i in range(model.vocab_size()):
-        silent = model.is_control(i) or model.is_unknown(i) or model.is_unused(i)
-        piece = "" if silent else "?" if model.is_byte(i) else model.id_to_piece(i)
-        lengths.append(len(piece.replace("\u2581", " ").encode("utf-8")))
-        first.append(lengths[i] - (dummy_prefix and piece.startswith("\u2581")))
-        boundary.append(model.is_control(i))
-    return lengths, first, boundary
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
     """The tokenizer's kind; the validation split cut to whole rows and a token more, uint16; and
@@ -778,8 +766,7 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
         if p.ndim == 2 and name.startswith("blocks.") and not control:
             kind = "matrix"
         groups[kind]["params"].append(p)
-    use_muon = config.optimizer == "muon"
-    muon = [Muon([groups.pop("matrix")], config, ranks)] if use_muon else []
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
                              fused=config.fused or None)
@@ -787,8 +774,7 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What multiplies the base learning rates in `step`, which starts after `elapsed_ms`. Under a
-    wall-clock cap the warmdown is planned in time, at the pace so far, and the cosine
-    (arXiv:1608.03983) ends with the steps or the time, whichever comes first."""
+    wall-clock cap the warmdown, or the cosine (arXiv:1608.03983), follows the time."""
     cap_ms = config.max_wallclock_seconds * 1000
     warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
@@ -1254,8 +1240,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         config = replace(config, dtype="bfloat16" if native else "float32")
     if config.compile == "auto":
         builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
-        compiles = device == "cuda" or (device == "cpu" and builds)
-        config = replace(config, compile="1" if compiles else "0")
+        usable = device == "cuda" or (device == "cpu" and builds)
+        config = replace(config, compile="1" if usable else "0")
     spans, tokens = split_batch(config, ranks.world_size)
     config = replace(config, device=device, run_id=config.run_id or new_run_id(),
                      attn=choose_attention(config, ranks.device), grad_accum_steps=spans,
@@ -1272,8 +1258,8 @@ def announce(run: Run, overrides: dict) -> None:
     """Log what the run is about to do, in the lines that parsers of the field know."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    kernels = ("cudnn", "flash", "mem_efficient", "math")
-    backends = " ".join(f"{kernel}={kernel.endswith(c.attn)}" for kernel in kernels)
+    backends = " ".join(f"{name}={name.endswith(c.attn)}"
+                        for name in ("cudnn", "flash", "mem_efficient", "math"))
     shards = len(run.loader.files) if run.loader else 0
     tokens = run.loader.tokens if run.loader else 0
     val_tokens = len(run.val_tokens) - 1

@@ -62,7 +62,7 @@ def test_booleans(text, value):
     ("MATRIX_LR=nan", ["MATRIX_LR", "finite"]),
     ("ITERATIONS=-1", ["ITERATIONS=-1", "0 or larger"]),
     ("VOCAB_SIZE=0", ["VOCAB_SIZE=0", "1 or larger"]),
-    ("TIE_EMBEDDINGS=yes", ["TIE_EMBEDDINGS", "'yes'", "must be 0 or 1"]),
+    ("TIE_EMBEDDINGS=yes", ["TIE_EMBEDDINGS", "'yes'", "must be one of 0|1"]),
     ("DTYPE=fp16", ["DTYPE", "'fp16'", "float16"]),
     ("NUM_HEADS=7", ["MODEL_DIM=512", "14"]),
     ("NUM_KV_HEADS=3", ["NUM_KV_HEADS=3", "NUM_HEADS=8"]),
