@@ -1030,7 +1030,6 @@ def resume(run: "Run", state: dict) -> None:
 
 def save_checkpoint(run: "Run") -> None:
     """Write the state of the run, and delete its older checkpoints; a failed write only warns."""
-    stop_if_not_finite(run)
     if run.ranks.rank > 0:
         return
     config = run.config
@@ -1096,28 +1095,26 @@ class Run:
 def advance_clock(run: Run, agree: bool) -> None:
     """Count a step. Because agreeing waits for the device, the ranks agree on the clock and on
     signals if `agree` says so, in every tenth step, near the cap and where steps are slow. In
-    between the clock advances at the pace of the steps before, so that all ranks stop together."""
+    between the clock advances at the pace of the steps before, so that all ranks stop together.
+    FloatingPointError names the first step that was not finite, when the ranks agree."""
     run.step += 1
     run.time_ms += run.pace_ms
     near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
     slow = run.pace_ms > 1000 or run.ranks.device.type == "cpu"
-    if agree or near_cap or slow or run.step % 10 == 0:
-        stop_if_not_finite(run)
-        step, time_ms = run.agreed
-        now_ms = run.ranks.now_ms() - run.started_ms
-        run.time_ms, run.stop_signal = run.ranks.max(now_ms, run.signal)
-        run.pace_ms = (run.time_ms - time_ms) / (run.step - step)
-        run.agreed = (run.step, run.time_ms)
-
-def stop_if_not_finite(run: Run) -> None:
-    """FloatingPointError names the first step whose loss or gradient was not finite, if any."""
-    step = int(run.first_bad)
-    if step >= 0:
-        token = run.loader.start(step * run.loader.pieces)
-        run.log.event("nonfinite", step=step + 1, token=token)
-        raise FloatingPointError(f"loss or gradient of step:{step + 1} is not finite; its batch is "
-                                 f"at token {token} of the training shards; checkpoints are from "
-                                 "before it; try a smaller learning rate or GRAD_CLIP_NORM=1")
+    if not (agree or near_cap or slow or run.step % 10 == 0):
+        return
+    bad_step = int(run.first_bad)
+    if bad_step >= 0:
+        token = run.loader.start(bad_step * run.loader.pieces)
+        run.log.event("nonfinite", step=bad_step + 1, token=token)
+        raise FloatingPointError(
+            f"loss or gradient of step:{bad_step + 1} is not finite; its batch is at token {token} of "
+            "the training shards; checkpoints are older; try a smaller rate or GRAD_CLIP_NORM=1")
+    step, time_ms = run.agreed
+    now_ms = run.ranks.now_ms() - run.started_ms
+    run.time_ms, run.stop_signal = run.ranks.max(now_ms, run.signal)
+    run.pace_ms = (run.time_ms - time_ms) / (run.step - step)
+    run.agreed = (run.step, run.time_ms)
 
 def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
     """One update at `factor` times the base learning rates, on the first `micro_batches` or all.
@@ -1192,8 +1189,10 @@ def train(run: Run) -> None:
         if done:
             break
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
-        log_this = run.step < 10 or is_due(run.step + 1, config.train_log_every)
-        advance_clock(run, agree=log_this or run.step + 1 == config.iterations)
+        step = run.step + 1
+        log_this = step <= 10 or is_due(step, config.train_log_every)
+        pauses = is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)
+        advance_clock(run, agree=log_this or pauses or step == config.iterations)
         steps_left_ms = (config.iterations - run.step) * run.time_ms / run.step
         eta_s = max(0.0, min(run.cap_ms - run.time_ms, steps_left_ms)) / 1000
         if log_this or run.time_ms >= run.cap_ms:
