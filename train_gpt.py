@@ -1108,8 +1108,8 @@ def advance_clock(run: Run, agree: bool) -> None:
         token = run.loader.start(bad_step * run.loader.pieces)
         run.log.event("nonfinite", step=bad_step + 1, token=token)
         raise FloatingPointError(
-            f"loss or gradient of step:{bad_step + 1} is not finite; its batch is at token {token} of "
-            "the training shards; checkpoints are older; try a smaller rate or GRAD_CLIP_NORM=1")
+            f"loss or gradient of step:{bad_step + 1} is not finite; its batch is at token {token} "
+            "of the training shards; checkpoints are older; try a smaller rate or GRAD_CLIP_NORM=1")
     step, time_ms = run.agreed
     now_ms = run.ranks.now_ms() - run.started_ms
     run.time_ms, run.stop_signal = run.ranks.max(now_ms, run.signal)

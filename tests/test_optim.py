@@ -24,7 +24,7 @@ def make_run(**changes):
     run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
     run.first_bad, run.step, run.time_ms, run.signal, run.stop_signal = torch.tensor(-1), 0, 0.0, 0, 0
     run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-    run.logged = (0, 0.0)
+    run.pace_ms, run.agreed, run.logged = 0.0, (0, 0.0), (0, 0.0)
     return run
 
 
