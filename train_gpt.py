@@ -155,7 +155,8 @@ def parse_value(f, text: str):
         return f.type(text)
     except ValueError:
         kind = "whole number" if f.type is int else "number"
-        raise ValueError(f"{name}={text!r} is not a {kind}; use {name}={f.default}") from None
+        message = f"{name}={text!r} is not a {kind}; use for example {name}={f.default}"
+        raise ValueError(message) from None
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration, and for each variable that was set its text and by what. ValueError."""
