@@ -23,12 +23,13 @@ POLL_SECONDS = 2.0
 
 class Log:
     """The .jsonl log of a run, read from where this program stopped the last time. `state` is kept in a file: the log's
-    first line, how many bytes were read, and the tracker's id of the run and of the one before it."""
+    first line, how many bytes were read, the tracker's id of the run and of the one before it, and whether the final
+    score was sent."""
 
     def __init__(self, path: Path, tracker: str):
         self.path = path
         self.state_path = path.with_suffix(f".{tracker}.json")
-        self.state = {"first_line": "", "offset": 0, "id": "", "previous": ""}
+        self.state = {"first_line": "", "offset": 0, "id": "", "previous": "", "finished": False}
         if self.state_path.is_file():
             self.state = json.loads(self.state_path.read_text(encoding="utf-8"))
 
@@ -100,7 +101,7 @@ def track(tracker: str, path: Path, once: bool) -> int:
                 if close:
                     close()
                 send, close = None, None
-                log.state.update(previous=log.state["id"], id="")
+                log.state.update(previous=log.state["id"], id="", finished=False)
             elif event["event"] == "resume":
                 log.state["id"] = log.state["previous"]
             elif event["event"] in SENT:
@@ -109,9 +110,10 @@ def track(tracker: str, path: Path, once: bool) -> int:
                     send, close = (open_wandb if tracker == "wandb" else open_tensorboard)(log, module)
                 send(numbers_of(event), event["step"])
                 sent += 1
+                log.state["finished"] = event["event"] == "final"
         if events:
             log.remember()
-        if once or any(event["event"] == "final" for event in events):
+        if once or log.state["finished"]:
             break
         time.sleep(POLL_SECONDS)
     if close:

@@ -85,6 +85,7 @@ def test_a_growing_log_is_followed_to_its_final_score(tmp_path, wandb, monkeypat
     assert track.track("wandb", path, once=False) == 3
     (rows,) = wandb.runs.values()
     assert steps(rows) == [1, 2, 2] and rows[-1] == "finished" and next(waits, None) is None
+    assert track.track("wandb", path, once=False) == 0  # a finished log is not waited for
 
 
 def test_tensorboard(tmp_path, monkeypatch):
