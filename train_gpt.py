@@ -8,7 +8,6 @@
 Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
 T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
 """
-import copy
 import difflib
 import gc
 import inspect
@@ -16,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,12 +37,17 @@ from torch import Tensor, nn
 
 # ---- Configuration -----------------------------------------------------------------------------
 STARTED = time.monotonic()  # without the imports
+SHARD_START = [20240520, 1]  # magic number and version
+HEADER_BYTES = 1024  # of a shard
+INT8_FORMAT = "int8_clean_per_row_v1"
+INT8_PERCENTILE = 0.9999984
+CHECKPOINT_FORMAT = 2
+REPEATING = ("efficient", "math")  # attention kernels that do not group query heads themselves
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
-GONE = {  # variables of earlier versions, and what replaced them
-    "TRACKERS": "python logs/track.py sends the numbers of a run to wandb or TensorBoard",
-    "SKIP_NONFINITE": "a step that is not finite stops the run, and RESUME=auto starts before it",
-    "CHECKPOINT_DIR": "checkpoints go to OUT_DIR/checkpoints"}
+GONE = {"TRACKERS": "logs/track.py sends a run's numbers to wandb or TensorBoard",
+        "SKIP_NONFINITE": "a step that is not finite stops the run; RESUME=auto starts before it",
+        "CHECKPOINT_DIR": "checkpoints go to OUT_DIR/checkpoints"}
 
 def require(condition, message: str) -> None:
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -50,8 +55,7 @@ def require(condition, message: str) -> None:
         raise ValueError(message)
 
 def var(default, text: str, choices: str = "", low: float = 0, free: bool = False):
-    """A variable: default, what it does, choices joined by "|", smallest number, and whether a
-    resumed run may change it, because that trains the same model."""
+    """A variable; `choices` are joined by "|", and a resumed run may change what is `free`."""
     about = {"help": text, "choices": choices, "low": low, "free": free}
     return field(default=default, metadata=about)
 
@@ -116,7 +120,7 @@ class Config:
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon")
-    fused: bool = free(True, "run Adam in one kernel (never on MPS)")
+    fused: bool = var(True, "run Adam in one kernel (never on MPS)")
     weight_decay: float = var(0.0, "decay of matrices and tables per step, times their rate")
     lr_schedule: str = var("warmdown", "cosine ignores WARMDOWN_ITERS", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
@@ -137,6 +141,7 @@ class Config:
             low = f.metadata["low"]
             require(f.type not in (int, float) or low <= value < math.inf,
                     f"{f.name.upper()}={value} must be a finite number, {low} or larger")
+        require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
         heads = self.num_heads
         require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
                 f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
@@ -185,10 +190,8 @@ def print_help() -> None:
     print(__doc__)
     known = {f.name: f for f in fields(Config)}
     for line in inspect.getsource(Config).splitlines():
-        f = known.get(line.strip().partition(":")[0])
-        if f:
-            choices = f"{{{f.metadata['choices']}}} " if f.metadata["choices"] else ""
-            print(f"  {f.name.upper()}={f.default}  {choices}{f.metadata['help']}")
+        if f := known.get(line.strip().partition(":")[0]):
+            print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
         elif line.startswith("    # "):
             print(f"{line.strip(' #')}:")
 
@@ -220,14 +223,6 @@ class Ranks:
             dist.all_reduce(flat)
             means = flat.div_(self.world_size).split([t.numel() for t in same])
             torch._foreach_copy_(same, [mean.view_as(t) for mean, t in zip(means, same)])
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors (N, ...) of all ranks, one after another: (world * N, ...)."""
-        if self.world_size == 1:
-            return tensor
-        whole = tensor.new_empty(self.world_size * len(tensor), *tensor.shape[1:])
-        dist.all_gather(list(whole.chunk(self.world_size)), tensor)
-        return whole
 
     def now_ms(self) -> float:
         """The time in ms, when the device has done all that it was asked to do."""
@@ -267,27 +262,11 @@ def bfloat16_is_native(device: torch.device) -> bool:
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
-def split_batch(config: Config, world_size: int) -> tuple[int, int]:
-    """Spans per rank and tokens per step, in whole rows. A step reads 8 spans, or less if it has
-    fewer rows, so that 1, 2, 4 and 8 ranks compute the same; other numbers of ranks round up."""
-    rows = config.train_batch_tokens / config.train_seq_len
-    spans = 2 ** int(math.log2(min(8, max(1, rows))))
-    spans_per_rank = config.grad_accum_steps or math.ceil(spans / world_size)
-    least = spans_per_rank * world_size * config.train_seq_len
-    for name in ("train_batch_tokens", "val_batch_size"):
-        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
-                f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
-    return spans_per_rank, round(config.train_batch_tokens / least) * least
-
 # ---- Log ---------------------------------------------------------------------------------------
-def new_run_id() -> str:
-    """A name that no other run has: date, time and six random digits."""
-    return time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-
-def write_line(file, text: str) -> None:
+def write_line(file, text: str, end: str = "\n") -> None:
     """Write a line at once. A full disk must not stop the training: a failure only warns."""
     try:
-        print(text, file=file, flush=True)
+        print(text, file=file, end=end, flush=True)
     except OSError as error:
         warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
@@ -299,16 +278,13 @@ class RunLog:
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
-        stamp = new_run_id()
+        stamp = time.time_ns()
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
         for path in filter(Path.exists, paths):  # the logs of two runs never mix in one file
             path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
-        self.text = paths[0].open("w", encoding="utf-8")
-        self.json = paths[1].open("w", encoding="utf-8")
+        self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
         print(paths[0], flush=True)
-        smi = ""
-        if shutil.which("nvidia-smi"):
-            smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout
+        smi = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else ""
         write_line(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                    f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
 
@@ -326,7 +302,7 @@ class RunLog:
         """Show a line that the next one replaces, if the console is a terminal."""
         if self.is_main and self.on_terminal:
             columns = shutil.get_terminal_size().columns
-            print("\x1b[2K" + text[:columns - 1], end="\r", flush=True)
+            write_line(sys.stdout, "\x1b[2K" + text[:columns - 1], end="\r")
 
 def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
     """Log a training step; its speed is that since the last line. Memory is CUDA's."""
@@ -346,23 +322,12 @@ def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
                  f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} mem:{memory}MiB "
                  f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}")
 
-def log_validation(run: "Run") -> None:
-    """Score the validation split and log the result."""
-    loss, bpb = evaluate(run)
-    run.log.line(f"step:{run.step}/{run.config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
-                 f"train_time:{run.time_ms:.0f}ms step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
-    run.log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
-
 # ---- Data and bytes ----------------------------------------------------------------------------
-SHARD_START = [20240520, 1]  # magic number and version
-HEADER_BYTES = 1024
-
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order. ValueError: there are none, or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin. Make a small data set: "
-            "`python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024`, or "
-            "download the challenge's: `python data/download.py --variant sp1024`")
+    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; to make a small set: "
+            "python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
     sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
     require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
     return files
@@ -410,6 +375,8 @@ class TokenLoader:
 
     def start(self, piece: int) -> int:
         """Where a piece begins in the endless sequence; pieces are counted from step 0 on."""
+        if self.config.overfit:
+            piece %= self.pieces  # every step reads what step 0 did
         if not self.shuffled:
             return piece * (self.length + 1) % self.tokens
         epoch, place = divmod(piece, self.rows)
@@ -430,29 +397,22 @@ class TokenLoader:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's inputs and targets of a step from 0 on: (rows, T) int64 on the device."""
-        first = 0 if self.config.overfit else step * self.pieces
+        first = step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        batch = torch.from_numpy(pairs.view(np.int16))
+        ids = torch.from_numpy(pairs.astype(np.int64))
         if self.ranks.device.type == "cuda":
-            batch = batch.pin_memory()  # so that the copy does not wait for the device
-        return to_ids(batch, self.ranks.device).unbind()
+            ids = ids.pin_memory()  # so that the copy does not wait for the device
+        return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
 
     def epochs(self, step: int) -> float:
         return step * self.step_tokens / self.epoch_tokens
-
-    def unique_tokens(self, step: int) -> int:
-        return min(step * self.step_tokens, self.epoch_tokens)
 
 @lru_cache(maxsize=2)  # a step can end in the next epoch
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
     return np.random.default_rng([seed, epoch]).permutation(rows)
-
-def to_ids(tokens: Tensor, device: torch.device) -> Tensor:
-    """int64 ids on the device from the bits of uint16 ones in int16, which all devices have."""
-    return tokens.to(device, non_blocking=True).to(torch.int64) & 0xFFFF
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     """The kind of TOKENIZER_PATH; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
@@ -482,13 +442,13 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
         else:
             import tiktoken
             kind = "tiktoken"
-            names = tiktoken.list_encoding_names()
-            require(path in names, f"use a *.model or *.json file, byte260, {', '.join(names)}")
+            names = ["byte260", *tiktoken.list_encoding_names()]
+            require(path in names, f"use a *.model or *.json file, {', '.join(names)}")
             encoding = tiktoken.get_encoding(path)
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except Exception as error:  # a missing package, a missing file, or one that is damaged
         raise ValueError(f"TOKENIZER_PATH={path!r} is not a tokenizer: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
@@ -505,24 +465,19 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
     charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-    first_bytes = int(table[tokens[0], 1])  # the first token is no target, but part of the text
-    check_manifest(config, len(tokens), first_bytes + int(charged.sum(dtype=np.int64)))
-    return kind, tokens[:cut + 1], int(charged[:cut].sum(dtype=np.int64))
-
-def check_manifest(config: Config, tokens: int, decoded_bytes: int) -> None:
-    """ValueError: the uncut validation split is not what a manifest.json of data/ says."""
+    first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
+    found = [len(tokens), first_bytes + int(charged.sum(dtype=np.int64))]
     path = Path(config.data_path, "manifest.json")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if not str(manifest.get("made_by")).startswith("data/"):  # others do not count bytes
-            return
-        split = manifest["splits"]["val"]
-        wanted = [split["tokens"], split["decoded_bytes"]]
+        counted = str(manifest.get("made_by")).startswith("data/")  # other tools count no bytes
+        split = manifest["splits"]["val"] if counted else {}
+        wanted = [split["tokens"], split["decoded_bytes"]] if counted else found
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
-    require(wanted == [tokens, decoded_bytes], f"{path} says {wanted} validation tokens and bytes, "
-            f"but the shards with TOKENIZER_PATH={config.tokenizer_path!r} give "
-            f"{[tokens, decoded_bytes]}: the score would be wrong")
+    require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
+            f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+    return kind, tokens[:cut + 1], int(charged[:cut].sum(dtype=np.int64))
 
 # ---- Model -------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
@@ -533,8 +488,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, H, T, C) in two halves; cos, sin (T, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-REPEATING = ("efficient", "math")  # attention kernels that do not group query heads themselves
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, repeat_kv: bool) -> Tensor:
     """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, T, C)."""
@@ -555,21 +508,20 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         width = config.model_dim
-        self.heads = config.num_heads
-        self.kv_heads = config.num_kv_heads
-        self.repeat_kv = config.attn in REPEATING and self.heads != self.kv_heads
-        kv_width = width // self.heads * self.kv_heads
+        self.head_width = width // config.num_heads
+        kv_width = self.head_width * config.num_kv_heads
+        self.repeat_kv = config.attn in REPEATING and kv_width != width
         self.c_q = CastLinear(width, width, bias=False)
         self.c_k = CastLinear(width, kv_width, bias=False)
         self.c_v = CastLinear(width, kv_width, bias=False)
         self.proj = CastLinear(width, width, bias=False)
-        self.q_gain = nn.Parameter(torch.full((self.heads,), config.qk_gain_init))
+        self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, D = x.shape
-        q = self.c_q(x).view(B, T, self.heads, -1).transpose(1, 2)  # (B, H, T, C)
-        k = self.c_k(x).view(B, T, self.kv_heads, -1).transpose(1, 2)  # (B, K, T, C)
-        v = self.c_v(x).view(B, T, self.kv_heads, -1).transpose(1, 2)
+        q = self.c_q(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, H, T, C)
+        k = self.c_k(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, K, T, C)
+        v = self.c_v(x).view(B, T, -1, self.head_width).transpose(1, 2)
         q = rotate(rms_norm(q), cos, sin) * self.q_gain.to(q.dtype)[:, None, None]
         k = rotate(rms_norm(k), cos, sin)
         y = causal_attention(q, k, v, self.repeat_kv)
@@ -609,9 +561,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype)
-        # The order of the draws decides what a seed means.
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: a seed means this order
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
         self.lm_head = None if tied else CastLinear(config.model_dim, rows, bias=False)
@@ -622,8 +573,7 @@ class GPT(nn.Module):
         self.register_buffer("frequencies", config.rope_base ** -exponents, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):
-                # Radford et al. 2019: projections into the residual stream are smaller.
-                depth = 2 * config.num_layers if ".proj." in name else 1
+                depth = 2 * config.num_layers if ".proj." in name else 1  # Radford et al. 2019
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
             elif name == "lm_head.weight" or ".proj." in name:
                 nn.init.zeros_(p)
@@ -640,8 +590,7 @@ class GPT(nn.Module):
         """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type."""
         positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32)
         angles = torch.outer(positions, self.frequencies)  # (T, C/2)
-        cos = angles.cos().to(self.compute_dtype)
-        sin = angles.sin().to(self.compute_dtype)
+        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         x = x0.view_as(x0)  # were it the same object, the first block would be compiled for itself
         pushed = []
@@ -665,7 +614,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(x).float().flatten(0, 1), targets.flatten())
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats (0-d float32) of targets (B, T) after tokens (B, T)."""
         return self.loss(self.hidden(tokens), targets)
 
     def flops_per_token(self) -> int:
@@ -716,16 +664,14 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, all matrices of one shape at once. Each rank has a
-    share of a shape; updates are gathered in bfloat16. The momentum of a shape is one tensor
-    (N, rows, columns), kept in the state of the first matrix."""
+    """Momentum whose updates are orthogonalised, each rank doing its share of the matrices of one
+    shape. Their momentum is one tensor (N, rows, columns) in the state of the first of them."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.steps = config.muon_backend_steps
         self.ranks = ranks
-        # CPUs without bfloat16 units multiply it a thousand times slower than float32.
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
-        self.compute = torch.float32 if slow else torch.bfloat16
+        self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
         self.banks = {}  # matrices by their shape
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
@@ -746,7 +692,10 @@ class Muon(torch.optim.Optimizer):
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
             updates = orthogonalize(updates, self.steps, self.compute)
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5
-            updates = self.ranks.gather(updates.contiguous())
+            if self.ranks.world_size > 1:
+                part = updates.contiguous()
+                updates = part.new_empty(share * self.ranks.world_size, *shape)
+                dist.all_gather(list(updates.split(share)), part)
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
@@ -776,16 +725,14 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What multiplies the base learning rates in `step`, which starts after `elapsed_ms`. Under a
     wall-clock cap the warmdown, or the cosine (arXiv:1608.03983), follows the time."""
-    cap_ms = config.max_wallclock_seconds * 1000
+    cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
-        done = (step - warmup) / max(1, config.iterations - warmup)
-        if cap_ms:
-            done = max(done, elapsed_ms / cap_ms)
-        left = (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+        done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
+        left = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_iters <= 0:
         left = 1.0
-    elif cap_ms:
+    elif cap_ms < math.inf:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         left = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
@@ -793,13 +740,7 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     lowered = config.min_lr + (1 - config.min_lr) * min(1.0, left)
     return min((step + 1) / max(1, warmup), lowered)
 
-def muon_momentum(config: Config, step: int) -> float:
-    """Muon's momentum in `step`: linear from its start to its final value, then constant."""
-    steps = config.muon_momentum_warmup_steps
-    done = min(1.0, step / steps) if steps else 1.0
-    return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-
-# ---- Evaluation --------------------------------------------------------------------------------
+# ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(run: "Run") -> tuple[float, float]:
     """Score the validation split: nats per token, and bits per byte of the text as tokenized."""
@@ -807,17 +748,16 @@ def evaluate(run: "Run") -> tuple[float, float]:
     ranks = run.ranks
     length = config.train_seq_len
     rows = (len(run.val_tokens) - 1) // length
-    share = math.ceil(rows / ranks.world_size)  # rows of a rank, in forwards of one shape
     limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-    forwards = math.ceil(share / (min(limit, config.micro_batch_tokens) // length))
-    batch = math.ceil(share / forwards)
-    last = min(rows, share * (ranks.rank + 1))
+    most = min(limit, config.micro_batch_tokens) // length
+    forwards = math.ceil(rows / (ranks.world_size * most))  # of each rank, all of one shape
+    batch = math.ceil(rows / (ranks.world_size * forwards))
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(share * ranks.rank, last, batch):
-        stop = min(start + batch, last)
-        span = run.val_tokens[start * length:stop * length + 1].view(np.int16)
-        span = to_ids(torch.from_numpy(span), ranks.device)
+    for start in range(batch * ranks.rank, rows, batch * ranks.world_size):
+        stop = min(start + batch, rows)
+        span = run.val_tokens[start * length:stop * length + 1].astype(np.int64)
+        span = torch.from_numpy(span).to(ranks.device)
         missing = (0, 0, 0, batch - (stop - start))
         inputs = F.pad(span[:-1].view(-1, length), missing)
         targets = F.pad(span[1:].view(-1, length), missing, value=-100)  # left out of the mean
@@ -825,10 +765,6 @@ def evaluate(run: "Run") -> tuple[float, float]:
     ranks.average([nats])
     total = nats.item() * ranks.world_size
     return total / (rows * length), total / math.log(2) / run.val_bytes
-
-# ---- Export and reading ------------------------------------------------------------------------
-INT8_FORMAT = "int8_clean_per_row_v1"
-INT8_PERCENTILE = 0.9999984
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
@@ -847,8 +783,7 @@ def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes: large float tensors as int8, others as floats."""
     artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
                 "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {}}
-    for name, tensor in state.items():
-        t = tensor.detach().cpu().contiguous()
+    for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t)
@@ -860,7 +795,7 @@ def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
             keep = matches(name, config.int8_keep_float_fp32_name_patterns)
             t = t.to(torch.float32 if keep else torch.float16)
         artifact["passthrough"][name] = t
-        if t.dtype != tensor.dtype:
+        if t.dtype != state[name].dtype:
             artifact["passthrough_orig_dtypes"][name] = dtype
     parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
     return artifact, sum(t.nbytes for part in parts for t in part.values())
@@ -889,25 +824,22 @@ def read_archive(data: bytes):
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
-    """Copy an artifact, a state dict or a checkpoint's weights into the model. ValueError: it is
-    none of them, damaged, of another model, too large, or has another sha256 digest."""
+    """Load an artifact, state dict or checkpoint's weights. ValueError: unfit, or other digest."""
     wanted = model.state_dict()
     limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
-        require(digest in ("", sha256(data).hexdigest()), "another run wrote it; give each run an "
-                "OUT_DIR of its own")
+        require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
         if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
             inflater = zlib.decompressobj()
             data = inflater.decompress(data, limit + 1)
             require(inflater.eof or len(data) > limit, "it ends too early")
         require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
         state = read_archive(data)
+        state = state.get("model", state)  # a checkpoint has more than weights
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
-        elif "optimizers" in state:
-            state = state["model"]
         model.load_state_dict(dict(state))  # without what a state dict may say about itself
     except Exception as error:  # what is hostile or damaged fails in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
@@ -933,7 +865,6 @@ def saved(value) -> bytes:
 
 def export(run: "Run", code: bytes) -> None:
     """Write final_model.pt and final_model.int8.ptz, and score what the latter holds."""
-    log = run.log
     if run.ranks.rank == 0:
         floats = Path(run.config.out_dir, "final_model.pt")
         packed = Path(run.config.out_dir, "final_model.int8.ptz")
@@ -946,54 +877,48 @@ def export(run: "Run", code: bytes) -> None:
         write_whole(packed, data)
         size = floats.stat().st_size
         ratio = sum(t.nbytes for t in state.values()) / payload
-        log.line(f"Serialized model: {size} bytes\nCode size: {len(code)} bytes\n"
-                 f"Total submission size: {size + len(code)} bytes\n"
-                 f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
-                 f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)\n"
-                 f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
-        log.event("export", step=run.step, model_bytes=size, code_bytes=len(code),
-                  code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
-                  artifact_bytes=len(data), artifact_sha256=digest)
+        run.log.line(f"Serialized model: {size} bytes\nCode size: {len(code)} bytes\n"
+                     f"Total submission size: {size + len(code)} bytes\n"
+                     f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
+                     f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)\n"
+                     f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
+        run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(code),
+                      code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
+                      artifact_bytes=len(data), artifact_sha256=digest)
         load_weights(run.model, packed, digest)
     for p in run.model.parameters() if run.ranks.world_size > 1 else ():
         dist.broadcast(p.data, 0)  # only the main rank is sure to see the file
     started = run.ranks.now_ms()
     loss, bpb = evaluate(run)
     eval_ms = run.ranks.now_ms() - started
-    log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
-             f"eval_time:{eval_ms:.0f}ms\n"
-             f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-    log.event("final", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
+    run.log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
+                 f"eval_time:{eval_ms:.0f}ms\n"
+                 f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+    run.log.event("final", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
 
 # ---- Checkpoints -------------------------------------------------------------------------------
-CHECKPOINT_FORMAT = 2
-
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest one first."""
-    pattern = f"{config.run_id or '*'}_{'[0-9]' * 8}*.pt"  # format 1 had a digest behind the step
-    found = Path(config.out_dir, "checkpoints").glob(pattern)
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
+    files = Path(config.out_dir, "checkpoints").glob("*.pt")
+    found = [path for path in files if re.fullmatch(pattern, path.name)]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
-def read_checkpoint(path: Path) -> dict:
-    """What save_checkpoint wrote. ValueError: damaged, something else, or of another format."""
-    try:
-        state = read_archive(path.read_bytes())
-        version = state["format"]
-        require(version == CHECKPOINT_FORMAT, f"it has format {version}, but this train_gpt.py "
-                f"reads {CHECKPOINT_FORMAT}; resume it with the script that wrote it")
-        return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
-    except Exception as error:  # what is hostile or damaged fails in many ways
-        raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
-
 def find_checkpoint(config: Config) -> dict | None:
-    """What RESUME names; with "auto" the newest checkpoint that can be read, if there is one."""
-    if config.resume not in ("", "auto"):
-        return read_checkpoint(Path(config.resume))
-    for path in list_checkpoints(config) if config.resume else ():
+    """The checkpoint that RESUME names; with "auto" the newest one that can be read, or None."""
+    if not config.resume:
+        return None
+    auto = config.resume == "auto"
+    for path in list_checkpoints(config) if auto else [Path(config.resume)]:
         try:
-            return read_checkpoint(path)
-        except ValueError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            state = read_archive(path.read_bytes())
+            version = state["format"]
+            require(version == CHECKPOINT_FORMAT, f"it has format {version}, but this train_gpt.py "
+                    f"reads {CHECKPOINT_FORMAT}; resume it with the script that wrote it")
+            return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
+        except Exception as error:  # what is hostile or damaged fails in many ways
+            require(auto, f"checkpoint {path} cannot be used: {error}")
+            print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     return None
 
 def state_of(run: "Run") -> dict:
@@ -1014,12 +939,11 @@ def restore(run: "Run", state: dict) -> None:
 def resume(run: "Run", state: dict) -> None:
     """Continue from a checkpoint. ValueError: its settings, tensors or clock do not fit."""
     try:
-        changed = []
-        for f in fields(Config):
-            then = state["config"].get(f.name, f.default)  # an older script had no such variable
-            now = getattr(run.config, f.name)
-            if then != now and not f.metadata["free"]:
-                changed.append(f"{f.name.upper()} was {then!r} and is {now!r}")
+        then = {**asdict(Config()), **state["config"]}  # a new variable had its default before
+        now = asdict(run.config)
+        fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
+        changed = [f"{name.upper()} was {then[name]!r} and is {now[name]!r}"
+                   for name in fixed if then[name] != now[name]]
         require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
@@ -1033,39 +957,35 @@ def save_checkpoint(run: "Run") -> None:
     """Write the state of the run, and delete its older checkpoints; a failed write only warns."""
     if run.ranks.rank > 0:
         return
-    config = run.config
-    path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{run.step:08d}.pt")
+    path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
     try:
         path.parent.mkdir(exist_ok=True)
-        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(config), **state_of(run)})
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(run.config), **state_of(run)})
         write_whole(path, data)
         run.log.event("checkpoint", step=run.step, file=path.name, bytes=len(data))
-        for old in list_checkpoints(config)[config.keep_checkpoints:]:
+        older = [other for other in list_checkpoints(run.config) if other != path]
+        for old in older[run.config.keep_checkpoints - 1:]:
             old.unlink()
     except OSError as error:
         run.log.line(f"warning: no checkpoint of step {run.step}: {error}")
 
 # ---- Training ----------------------------------------------------------------------------------
 class Run:
-    """What a run is made of, and how far it has come. ValueError: any mistake that can be found
-    before training."""
+    """What a run is made of and how far it has come. Making it finds all mistakes that it can."""
     def __init__(self, config: Config, overrides: dict, source: str):
-        ranks = start_ranks(config)
+        self.ranks = ranks = start_ranks(config)
         torch.set_float32_matmul_precision(config.matmul_precision)
         checkpoint = find_checkpoint(config)
         if checkpoint and not config.run_id:
             config = replace(config, run_id=checkpoint["run_id"])
         must_compile = config.compile == "1"
-        config = resolve(config, ranks)
-        self.ranks = ranks
-        self.config = config
+        self.config = config = resolve(config, ranks)
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
         self.step = 0  # steps done
         self.time_ms = 0.0  # on the training clock, which validations do not move
-        self.signal = 0  # that this process was sent
-        self.stop_signal = 0  # that a rank was sent, when the ranks agreed the last time
-        # First step whose loss or gradient was not finite, or -1.
-        self.first_bad = torch.tensor(-1, device=ranks.device)
+        self.signals = []  # that this process has received
+        self.stop_signal = 0  # one that any rank had received when the ranks last agreed
+        self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
         self.tokenizer_kind, self.val_tokens, self.val_bytes = load_validation(config)
         self.loader = TokenLoader(config, ranks) if config.iterations else None
         torch.manual_seed(config.seed)
@@ -1082,22 +1002,17 @@ class Run:
             raise ValueError(f"OUT_DIR={config.out_dir!r}: {error}; use another folder") from None
         self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
         announce(self, overrides)
-        if self.loader and config.compile == "1":
-            compile_model(self, must_compile)
         if checkpoint:
             resume(self, checkpoint)
+        if self.loader and config.compile == "1":
+            compile_model(self, must_compile)
         require(ranks.max(self.step, -self.step) == [self.step, -self.step], "RESUME: the ranks "
                 "found different checkpoints; OUT_DIR must be a folder that all of them see")
 
-    def remember(self, number: int, _) -> None:
-        """A signal was received: the run ends after a step and a checkpoint."""
-        self.signal = number
-
 def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step. Because agreeing waits for the device, the ranks agree on the clock and on
-    signals if `agree` says so, in every tenth step, near the cap and where steps are slow. In
-    between the clock advances at the pace of the steps before, so that all ranks stop together.
-    FloatingPointError names the first step that was not finite, when the ranks agree."""
+    """Count a step. The ranks agree on the clock and on signals if `agree` says so, in every tenth
+    step, near the cap and where steps are slow, because it waits for the device; in between the
+    clock advances at the latest pace. FloatingPointError names a step that was not finite."""
     run.step += 1
     run.time_ms += run.pace_ms
     near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
@@ -1113,7 +1028,7 @@ def advance_clock(run: Run, agree: bool) -> None:
             "of the training shards; checkpoints are older; try a smaller rate or GRAD_CLIP_NORM=1")
     step, time_ms = run.agreed
     now_ms = run.ranks.now_ms() - run.started_ms
-    run.time_ms, run.stop_signal = run.ranks.max(now_ms, run.signal)
+    run.time_ms, run.stop_signal = run.ranks.max(now_ms, max(run.signals, default=0))
     run.pace_ms = (run.time_ms - time_ms) / (run.step - step)
     run.agreed = (run.step, run.time_ms)
 
@@ -1121,10 +1036,13 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     """One update at `factor` times the base learning rates, on the first `micro_batches` or all.
     Returns the mean loss over the ranks and the global gradient norm, 0-d float32 on the device."""
     config = run.config
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, run.step / steps) if steps else 1.0
+    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
     for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
         group["lr"] = group["base_lr"] * factor
         if "momentum" in group:
-            group["momentum"] = muon_momentum(config, run.step)
+            group["momentum"] = momentum
     inputs, targets = run.loader.batch(run.step)
     rows = config.micro_batch_tokens // config.train_seq_len
     loss_sum = torch.zeros((), device=run.ranks.device)
@@ -1152,12 +1070,12 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
 def warm_up(run: Run) -> None:
     """Run WARMUP_STEPS steps of one micro-batch, to have first calls off the clock; undo them."""
     steps = run.config.warmup_steps
-    before = copy.deepcopy(state_of(run))
+    before = saved(state_of(run))
     for step in range(1, steps + 1):
         train_step(run, 1.0, micro_batches=1)
         if steps <= 20 or step % 10 == 0 or step == steps:
             run.log.line(f"warmup_step:{step}/{steps}")
-    restore(run, before)
+    restore(run, read_archive(before))
     run.first_bad.fill_(-1)
 
 def is_due(step: int, every: int) -> bool:
@@ -1184,7 +1102,11 @@ def train(run: Run) -> None:
             break
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
-            log_validation(run)
+            loss, bpb = evaluate(run)
+            log.line(f"step:{run.step}/{config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
+                     f"train_time:{run.time_ms:.0f}ms "
+                     f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
+            log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
             gc.collect()
             run.started_ms += run.ranks.now_ms() - paused_ms
         if done:
@@ -1208,25 +1130,26 @@ def train(run: Run) -> None:
                  f"step:{run.step}/{config.iterations}")
     if run.loader:
         epochs = run.loader.epochs(run.step)
-        unique = run.loader.unique_tokens(run.step)
+        unique = min(run.step * run.loader.step_tokens, run.loader.epoch_tokens)
         log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {run.loader.tokens}")
         log.event("data", epochs=epochs, unique_tokens=unique, tokens=run.loader.tokens)
     log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
              f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
 
 def compile_model(run: Run, required: bool) -> None:
-    """Compile the model: as one graph on a GPU, and on a CPU block by block, which starts sooner
-    and runs as fast. If that fails, the model stays eager, or it is an error if required."""
+    """Compile the model. If that fails, it stays eager, or ValueError if compiling is required."""
     model = run.model
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
     inputs, targets = run.loader.batch(0)
-    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:
+    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # sooner, as fast
         part.compile(dynamic=False, fullgraph=True)
     if run.ranks.device.type != "cuda":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
         model(inputs[:rows], targets[:rows]).backward()
     except Exception as error:  # compilers fail in many ways
+        if "out of memory" in str(error):
+            raise
         require(not required, f"COMPILE=1 failed: {str(error)[:400]}; COMPILE=0 does without")
         torch.compiler.set_stance("force_eager")
         run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
@@ -1238,21 +1161,28 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     if config.dtype == "auto":
         native = bfloat16_is_native(ranks.device)
         config = replace(config, dtype="bfloat16" if native else "float32")
-    if config.compile == "auto":
-        builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
-        usable = device == "cuda" or (device == "cpu" and builds)
-        config = replace(config, compile="1" if usable else "0")
-    spans, tokens = split_batch(config, ranks.world_size)
-    config = replace(config, device=device, run_id=config.run_id or new_run_id(),
-                     attn=choose_attention(config, ranks.device), grad_accum_steps=spans,
-                     train_batch_tokens=tokens, fused=config.fused and device != "mps")
+    builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    compiles = "1" if device == "cuda" or (device == "cpu" and builds) else "0"
+    # 8 spans, or less of few rows, so that 1, 2, 4 and 8 ranks compute the same; others round up.
     length = config.train_seq_len
-    rows = tokens // (ranks.world_size * length)
-    limit = config.micro_batch_tokens or rows // spans * length
+    spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
+    spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
+    least = spans_per_rank * ranks.world_size * length
+    for name in ("train_batch_tokens", "val_batch_size"):
+        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
+                f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
+    tokens = round(config.train_batch_tokens / least) * least
+    rows = tokens // (ranks.world_size * length)  # of a rank
+    limit = config.micro_batch_tokens or rows // spans_per_rank * length
     if device == "cpu" and not config.micro_batch_tokens:  # activations of 2 MB stay in its cache
         limit = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
-    return replace(config, micro_batch_tokens=max(fitting, default=1) * length)
+    new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()  # no other run has it
+    return replace(config, device=device, run_id=config.run_id or new_id,
+                   attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
+                   train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
+                   compile=compiles if config.compile == "auto" else config.compile,
+                   fused=config.fused and device != "mps")
 
 def announce(run: Run, overrides: dict) -> None:
     """Log what the run is about to do, in the lines that parsers of the field know."""
@@ -1260,8 +1190,7 @@ def announce(run: Run, overrides: dict) -> None:
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
     backends = " ".join(f"{name}={name.endswith(c.attn)}"
                         for name in ("cudnn", "flash", "mem_efficient", "math"))
-    shards = len(run.loader.files) if run.loader else 0
-    tokens = run.loader.tokens if run.loader else 0
+    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
     val_pattern = str(find_shards(c, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
@@ -1296,9 +1225,9 @@ def main() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     try:
         run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, run.remember)
         if run.loader:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, frame: run.signals.append(number))
             warm_up(run)
         train(run)
         if not run.stop_signal:

@@ -61,6 +61,17 @@ def one_process() -> train_gpt.Ranks:
     return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
 
 
+def split_batch(config: train_gpt.Config, world_size: int) -> tuple[int, int]:
+    """Spans per rank and tokens per step, as they are resolved for a number of ranks."""
+    ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))
+    resolved = train_gpt.resolve(train_gpt.replace(config, dtype="float32", compile="0"), ranks)
+    return resolved.grad_accum_steps, resolved.train_batch_tokens
+
+
+def read_checkpoint(path: Path) -> dict:
+    return train_gpt.find_checkpoint(tiny_config(resume=str(path)))
+
+
 def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None, timeout=240):
     """Runs the script in `folder`, by torchrun where `ranks` > 0. Returns the finished process."""
     launcher = [sys.executable]

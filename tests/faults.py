@@ -30,7 +30,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 import sentencepiece  # noqa: E402
 import torch  # noqa: E402
 import train_gpt  # noqa: E402
-from conftest import make_shards, one_process, tiny_arguments, tiny_config, write_shard  # noqa: E402
+from conftest import make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config, write_shard  # noqa: E402
 from test_optim import make_run  # noqa: E402
 
 PHASES = [("Serialized model", "export"), ("step:", "training"), ("warmup_step", "warm-up"), ("", "start")]
@@ -146,7 +146,7 @@ def mutations(folder: Path, count: int, random) -> tuple[str, int]:
         if kind == "tokenizer":
             return repr(train_gpt.load_validation(model_config)[2]).encode()
         if kind == "checkpoint":
-            state = train_gpt.read_checkpoint(path)
+            state = read_checkpoint(path)
             return b"".join(t.numpy().tobytes() for t in state["model"].values())
         if kind == "shard":
             return train_gpt.TokenLoader(config, one_process()).read(0, 8999).tobytes()

@@ -2,7 +2,7 @@
 
 import pytest
 import train_gpt
-from conftest import run_trainer
+from conftest import run_trainer, split_batch
 
 LAUNCHERS = {
     "torchrun": "LOCAL_RANK RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE "
@@ -70,7 +70,7 @@ def test_booleans(text, value):
     ("RUN_ID=../../etc/x", ["RUN_ID", "'../../etc/x'"]),
     ("CHECKPOINT_EVERY=300s", ["CHECKPOINT_EVERY", "'300s'"]),
     ("CHECKPOINT_EVERY=-3", ["CHECKPOINT_EVERY=-3", "0 or larger"]),
-    ("KEEP_CHECKPOINTS=0", ["KEEP_CHECKPOINTS=0", "1 or larger"]),
+    ("BETA2=1", ["BETA1 and BETA2 must be less than 1"]),
     ("OPTIMIZER=lion", ["OPTIMIZER", "'lion'", "adamw"]),
     ("LOADER=random", ["LOADER", "'random'", "shuffled"]),
     ("NUM_LAYER=4", ["NUM_LAYER=4", "did you mean NUM_LAYERS=4"]),
@@ -111,7 +111,7 @@ def test_every_other_set_of_patterns_follows_the_control_tensors():
     (3, (3, 405504)), (6, (2, 393216)), (5, (2, 409600)), (7, (2, 401408)), (12, (1, 393216)), (16, (1, 393216)),
 ])
 def test_accumulation_and_tokens_per_step_for_every_world_size(world, wanted):
-    assert train_gpt.split_batch(train_gpt.Config(), world) == wanted
+    assert split_batch(train_gpt.Config(), world) == wanted
     accum, tokens = wanted
     assert tokens % (4096 * world * accum) == 0
 
@@ -121,16 +121,16 @@ def test_small_batches_are_the_same_on_every_number_of_ranks_that_divides_their_
     config = train_gpt.Config(train_batch_tokens=rows * 4096)
     for world in (1, 2, 4, 8):
         if world <= rows:
-            accum, tokens = train_gpt.split_batch(config, world)
+            accum, tokens = split_batch(config, world)
             assert tokens == wanted * 4096 and accum * world == min(8, 2 ** (rows.bit_length() - 1))
 
 
 def test_accumulation_by_hand_and_batches_that_are_too_small():
-    assert train_gpt.split_batch(train_gpt.Config(grad_accum_steps=3), 1) == (3, 393216)
+    assert split_batch(train_gpt.Config(grad_accum_steps=3), 1) == (3, 393216)
     with pytest.raises(ValueError, match="TRAIN_BATCH_TOKENS=4000 .* use 4096 or more"):
-        train_gpt.split_batch(train_gpt.Config(train_batch_tokens=4000), 1)
+        split_batch(train_gpt.Config(train_batch_tokens=4000), 1)
     with pytest.raises(ValueError, match="VAL_BATCH_SIZE=4096 .* use 32768 or more"):
-        train_gpt.split_batch(train_gpt.Config(val_batch_size=4096), 1)
+        split_batch(train_gpt.Config(val_batch_size=4096), 1)
 
 
 def test_help_names_every_variable(tmp_path):

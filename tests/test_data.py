@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import one_process, tiny_config, write_shard
+from conftest import one_process, split_batch, tiny_config, write_shard
 
 
 @pytest.mark.parametrize("change, wanted", [
@@ -94,7 +94,7 @@ def loaders(config, world_size):
 
 def shuffled_config(tmp_path, world_size=1, **changes):
     config, tokens = stream_config(tmp_path, [1500, 40, 2000, 777])
-    accum, _ = train_gpt.split_batch(train_gpt.replace(config, grad_accum_steps=0), world_size)
+    accum, _ = split_batch(train_gpt.replace(config, grad_accum_steps=0), world_size)
     return train_gpt.replace(config, loader="shuffled", grad_accum_steps=accum, **changes), tokens
 
 
@@ -141,7 +141,7 @@ def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader, wor
     again = steps(config, world_size, 4)
     assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
     one = loaders(config, 1)[0]
-    assert one.epochs(3) == 3 and one.unique_tokens(3) in (1024, 1024 + config.grad_accum_steps)
+    assert one.epochs(3) == 3 and one.epoch_tokens in (1024, 1024 + config.grad_accum_steps)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
@@ -166,14 +166,14 @@ def test_the_start_of_a_piece_is_where_its_first_token_lies(tmp_path, loader):
 
 
 @pytest.mark.parametrize("loader, epoch", [("sequential", 4317), ("shuffled", 134 * 32)])
-def test_epochs_and_unique_tokens(tmp_path, loader, epoch):
+def test_epochs(tmp_path, loader, epoch):
     config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
-    assert stream.epochs(0) == stream.unique_tokens(0) == 0
+    assert stream.epochs(0) == 0
     read = 8 * 129 if loader == "sequential" else 32 * 32
-    assert stream.unique_tokens(1) == read and stream.epochs(1) == pytest.approx(read / epoch)
+    assert stream.step_tokens == read and stream.epochs(1) == pytest.approx(read / epoch)
     assert stream.epochs(epoch) == read and stream.tokens == len(tokens) == 4317  # exactly, after so many steps
-    assert stream.unique_tokens(epoch) == epoch
+    assert stream.epoch_tokens == epoch
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
@@ -188,9 +188,12 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
         loaders(config, 1)
 
 
-def test_large_ids_reach_the_device_as_they_are():
-    ids = np.array([0, 1, 32767, 32768, 65535], dtype=np.uint16)
-    assert train_gpt.to_ids(torch.from_numpy(ids.view(np.int16)), torch.device("cpu")).tolist() == ids.tolist()
+def test_large_ids_reach_the_device_as_they_are(tmp_path):
+    write_shard(tmp_path / "x_train_000000.bin", [0, 1, 32767, 32768, 65534] * 300)
+    config = tiny_config(data_path=str(tmp_path), vocab_size=65535)
+    x, y = train_gpt.TokenLoader(config, one_process()).batch(0)
+    assert x.dtype == torch.int64 and x.flatten()[:5].tolist() == [0, 1, 32767, 32768, 65534]
+    assert y.flatten()[:4].tolist() == [1, 32767, 32768, 65534]
 
 
 def test_a_validation_split_shorter_than_a_row(tmp_path):

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
+from conftest import (REPOSITORY, events, make_shards, read_checkpoint, run_here, run_trainer, tiny_arguments,
+                      tiny_config)
 from test_optim import make_run
 
 
@@ -144,7 +145,7 @@ def test_another_world_size_goes_on_with_the_same_mathematics(checkpointed, tmp_
 
 
 def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, data):
-    state = train_gpt.read_checkpoint(checkpoints(checkpointed)[0])
+    state = read_checkpoint(checkpoints(checkpointed)[0])
     name = next(iter(state["model"]))
 
     def refused(change, wanted):
@@ -203,7 +204,7 @@ def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, num
     out, errors = process.communicate(timeout=60)
     assert process.returncode == code and not errors, errors
     found = re.search(rf"stopped: signal {int(number)} after step:(\d+); set RESUME=auto", out)
-    assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
+    assert read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
 
 
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_checkpoint(tmp_path, data):
@@ -229,16 +230,33 @@ train_gpt.main()
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode and "exitcode  : 143" in result.stderr, result.stderr
     assert "stopped: signal 15 after step:6" in result.stdout
-    assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["step"] == 6
+    assert read_checkpoint(*checkpoints(tmp_path))["step"] == 6
 
 
 def test_a_signal_in_the_last_validation_does_not_keep_the_model_from_its_export(tmp_path, monkeypatch, data):
     def evaluate(run, scored=train_gpt.evaluate):
-        run.signal = int(signal.SIGTERM) if run.step == 9 else 0
+        run.signals += [int(signal.SIGTERM)] * (run.step == 9)
         return scored(run)
 
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
     assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"
+
+
+def test_only_files_of_the_run_are_its_checkpoints_and_the_latest_is_never_deleted(tmp_path):
+    """Another run's name may begin like this one's or match it as a pattern; another file's time may lie ahead."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("a_00000001.pt", "a_20261122_00000009.pt", "b_00000001.pt", "lr[0.1]_00000002.pt"):
+        (folder / name).write_bytes(b"x")
+    later = time.time() + 3600
+    os.utime(folder / "a_00000001.pt", (later, later))
+    listed = {run_id: [path.name for path in train_gpt.list_checkpoints(tiny_config(out_dir=str(tmp_path), run_id=run_id))]
+              for run_id in ("a", "*", "lr[0.1]")}
+    assert listed == {"a": ["a_00000001.pt"], "*": [], "lr[0.1]": ["lr[0.1]_00000002.pt"]}
+    run = make_run(out_dir=str(tmp_path), run_id="a", keep_checkpoints=1)
+    run.step = 2
+    train_gpt.save_checkpoint(run)
+    assert sorted(path.name for path in folder.glob("a_0*")) == ["a_00000002.pt"]
 
 
 def test_checkpoints_of_a_clock_that_was_ahead(tmp_path, monkeypatch, data):
@@ -247,15 +265,7 @@ def test_checkpoints_of_a_clock_that_was_ahead(tmp_path, monkeypatch, data):
     later = time.time() + 3600
     os.utime(*checkpoints(tmp_path), (later, later))
     tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=4, KEEP_CHECKPOINTS=1, SEED=7)
-    assert train_gpt.read_checkpoint(*checkpoints(tmp_path))["config"]["seed"] == 7
-
-
-def test_more_signals_change_nothing():
-    """Launchers repeat what a terminal has sent to all processes."""
-    run = make_run()
-    for _ in range(2):
-        run.remember(signal.SIGINT, None)
-        assert run.signal == signal.SIGINT
+    assert read_checkpoint(*checkpoints(tmp_path))["config"]["seed"] == 7
 
 
 # ---- Loss and gradients that are not finite -------------------------------------------------------
@@ -294,7 +304,7 @@ def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loa
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader, MICRO_BATCH_TOKENS=128)
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")))
     assert next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["token"] == stream.start(4 * stream.pieces)
-    state = train_gpt.read_checkpoint(checkpoints(tmp_path)[-1])
+    state = read_checkpoint(checkpoints(tmp_path)[-1])
     assert state["step"] == 4 and all(t.isfinite().all() for t in state["model"].values())
 
 
@@ -314,7 +324,7 @@ train_gpt.main()
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode and result.stderr.count("step:3 is not finite") >= 1, result.stderr
     assert [e["step"] for e in events(tmp_path, "run") if e["event"] == "nonfinite"] == [3]
-    assert train_gpt.read_checkpoint(checkpoints(tmp_path)[-1])["step"] == 2
+    assert read_checkpoint(checkpoints(tmp_path)[-1])["step"] == 2
 
 
 # ---- Full disks and little memory -----------------------------------------------------------------
@@ -445,7 +455,7 @@ def test_an_artifact_of_another_run_in_the_same_folder_is_not_scored(tmp_path, m
     tiny_run(monkeypatch, tmp_path / "one", data, SEED=7)
     other = (tmp_path / "one" / "final_model.int8.ptz").read_bytes()
     monkeypatch.setattr(train_gpt, "write_whole", overwritten)
-    with pytest.raises(SystemExit, match="final_model.int8.ptz cannot be loaded.* another run wrote it.*OUT_DIR"):
+    with pytest.raises(SystemExit, match="final_model.int8.ptz cannot be loaded.* another run wrote it to this OUT_DIR"):
         tiny_run(monkeypatch, tmp_path / "two", data)
 
 

@@ -22,7 +22,7 @@ def make_run(**changes):
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
     run.optimizers = train_gpt.build_optimizers(run.model, config, run.ranks)
     run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
-    run.first_bad, run.step, run.time_ms, run.signal, run.stop_signal = torch.tensor(-1), 0, 0.0, 0, 0
+    run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(-1), 0, 0.0, [], 0
     run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     run.pace_ms, run.agreed, run.logged = 0.0, (0, 0.0), (0, 0.0)
     return run
@@ -207,10 +207,15 @@ def test_schedule_without_a_cap():
 
 
 def test_momentum_warm_up():
-    config = tiny_config(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=100)
-    values = [train_gpt.muon_momentum(config, step) for step in (0, 50, 100, 1000)]
-    assert values == pytest.approx([0.92, 0.955, 0.99, 0.99])
-    assert train_gpt.muon_momentum(train_gpt.replace(config, muon_momentum_warmup_steps=0), 0) == 0.99
+    tokens = torch.randint(0, 260, (2, 33))
+    for steps, wanted in ((100, [0.92, 0.955, 0.99, 0.99]), (0, [0.99] * 4)):
+        run = make_run(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=steps)
+        run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+        values = []
+        for run.step in (0, 50, 100, 1000):
+            train_gpt.train_step(run, 1.0)
+            values.append(run.optimizers[1].param_groups[0]["momentum"])
+        assert values == pytest.approx(wanted)
 
 
 def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
@@ -236,7 +241,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
     run.log = log
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, step_tokens=1, epoch_tokens=2, tokens=2)
     train_gpt.train(run)
     total = 0.0
     steps = run.step
@@ -324,7 +329,7 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
         monkeypatch.setattr(train_gpt, name, value)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None, progress=lambda text: None)
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, unique_tokens=lambda step: 1, tokens=2)
+    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, step_tokens=1, epoch_tokens=2, tokens=2)
     run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
                                       now_ms=lambda: clock[0], max=agree)
     train_gpt.train(run)
@@ -359,14 +364,13 @@ def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
         for rank in range(3):
             calls = []
 
-            def gather(self, part):
+            def gather(parts, part):
                 calls.append(part)
-                shares[rank, len(calls)] = part
-                if collecting:
-                    return torch.cat([part] * 3)
-                return torch.cat([shares[other, len(calls)] for other in range(3)])
+                shares[rank, len(calls)] = part.clone()
+                for other, place in enumerate(parts):
+                    place.copy_(part if collecting else shares[other, len(calls)])
 
-            monkeypatch.setattr(train_gpt.Ranks, "gather", gather)
+            monkeypatch.setattr(train_gpt.dist, "all_gather", gather)
             params = step(train_gpt.Ranks(rank, 3, torch.device("cpu")))
             assert [len(part) for part in calls] == [2, 1]
             if not collecting:
@@ -395,5 +399,5 @@ def test_a_step_sets_learning_rates_and_momentum():
     loss, norm = train_gpt.train_step(run, 0.25)
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     assert [group["lr"] for group in groups] == [group["base_lr"] * 0.25 for group in groups]
-    assert groups[-1]["momentum"] == train_gpt.muon_momentum(run.config, 5) == pytest.approx(0.955)
+    assert groups[-1]["momentum"] == pytest.approx(0.955)
     assert norm > 0 and abs(loss.item() - 5.56) < 0.1
