@@ -159,9 +159,8 @@ def parse_value(f, text: str):
     try:
         return f.type(text)
     except ValueError:
-        kind = "whole number" if f.type is int else "number"
-        message = f"{name}={text!r} is not a {kind}; use for example {name}={f.default}"
-        raise ValueError(message) from None
+        message = f"{name}={text!r} is not a {'whole ' * (f.type is int)}number; use for example"
+        raise ValueError(f"{message} {name}={f.default}") from None
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration, and for each variable that was set its text and by what. ValueError."""
@@ -481,7 +480,7 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
 
 # ---- Model -------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) over the last dimension. bfloat16's epsilon would drown an embedding."""
+    """x / sqrt(mean(x^2)) over the last dimension; bfloat16's epsilon would swamp small values."""
     return F.rms_norm(x, (x.size(-1),), eps=1.19e-7)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -724,7 +723,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """What multiplies the base learning rates in `step`, which starts after `elapsed_ms`. Under a
-    wall-clock cap the warmdown, or the cosine (arXiv:1608.03983), follows the time."""
+    wall-clock cap the warmdown follows the time; the cosine (arXiv:1608.03983) ends with the steps
+    or the time, whichever comes first."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
@@ -1068,7 +1068,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     return loss_sum, norm
 
 def warm_up(run: Run) -> None:
-    """Run WARMUP_STEPS steps of one micro-batch, to have first calls off the clock; undo them."""
+    """Run WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
     steps = run.config.warmup_steps
     before = saved(state_of(run))
     for step in range(1, steps + 1):
@@ -1079,7 +1079,7 @@ def warm_up(run: Run) -> None:
     run.first_bad.fill_(-1)
 
 def is_due(step: int, every: int) -> bool:
-    """Whether what is done every so many steps is done in this one; 0: never."""
+    """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
 
 def train(run: Run) -> None:
@@ -1141,7 +1141,7 @@ def compile_model(run: Run, required: bool) -> None:
     model = run.model
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
     inputs, targets = run.loader.batch(0)
-    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # sooner, as fast
+    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # starts sooner
         part.compile(dynamic=False, fullgraph=True)
     if run.ranks.device.type != "cuda":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
@@ -1163,7 +1163,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         config = replace(config, dtype="bfloat16" if native else "float32")
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
     compiles = "1" if device == "cuda" or (device == "cpu" and builds) else "0"
-    # 8 spans, or less of few rows, so that 1, 2, 4 and 8 ranks compute the same; others round up.
+    # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
