@@ -36,13 +36,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ---- Configuration -----------------------------------------------------------------------------
-STARTED = time.monotonic()  # without the imports
+STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
-HEADER_BYTES = 1024  # of a shard
+HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 INT8_PERCENTILE = 0.9999984
 CHECKPOINT_FORMAT = 2
-REPEATING = ("efficient", "math")  # attention kernels that do not group query heads themselves
+REPEATING = ("efficient", "math")  # attention kernels that need a key and value for each query
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 GONE = {"TRACKERS": "logs/track.py sends a run's numbers to wandb or TensorBoard",
@@ -55,7 +55,7 @@ def require(condition, message: str) -> None:
         raise ValueError(message)
 
 def var(default, text: str, choices: str = "", low: float = 0, free: bool = False):
-    """A variable; `choices` are joined by "|", and a resumed run may change what is `free`."""
+    """A field of Config. `choices` are joined by "|"; a resumed run may change a `free` one."""
     about = {"help": text, "choices": choices, "low": low, "free": free}
     return field(default=default, metadata=about)
 
@@ -74,22 +74,22 @@ class Config:
     loader: str = var("sequential", "order of the training text", "sequential|shuffled")
     overfit: bool = var(False, "train on the first batch again and again")
     # Device
-    device: str = free("auto", "auto: the first one available", "auto|cuda|mps|cpu")
-    dtype: str = var("auto", "auto: bfloat16 where it is native", "auto|bfloat16|float32|float16")
-    matmul_precision: str = free("high", "of float32 products; high: TF32 on CUDA", "highest|high")
+    device: str = free("auto", "where to train; auto: the first available", "auto|cuda|mps|cpu")
+    dtype: str = var("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
+    matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "auto: the first that runs", "auto|flash|cudnn|efficient|math")
+    attn: str = free("auto", "kernel; auto: first that runs", "auto|flash|cudnn|efficient|math")
     # Length, validation and log
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the learning rate in the last N steps", low=-math.inf)
+    warmdown_iters: int = var(3000, "lower the learning rate in the last N steps", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = var(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
-    micro_batch_tokens: int = free(0, "most tokens in a forward pass; 0: chosen by device")
+    micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "most tokens in a validation pass, over all ranks and spans")
+    val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
     vocab_size: int = var(1024, "tokens in the tokenizer's vocabulary", low=1)
@@ -104,9 +104,9 @@ class Config:
     logit_softcap: float = var(30.0, "limit of the logits, by tanh", low=1e-3)
     qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
-    init: str = var("baseline", "gpt2: normal, 0.02, smaller in projections", "baseline|gpt2")
+    init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
     # Optimizers
-    optimizer: str = var("muon", "muon: for the blocks' matrices, Adam for the rest", "muon|adamw")
+    optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
     adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
     embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
     head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
@@ -122,7 +122,7 @@ class Config:
     adam_eps: float = var(1e-8, "Adam's epsilon")
     fused: bool = var(True, "run Adam in one kernel (never on MPS)")
     weight_decay: float = var(0.0, "decay of matrices and tables per step, times their rate")
-    lr_schedule: str = var("warmdown", "cosine ignores WARMDOWN_ITERS", "warmdown|cosine")
+    lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
@@ -139,8 +139,8 @@ class Config:
         for f in fields(self):
             value = getattr(self, f.name)
             low = f.metadata["low"]
-            require(f.type not in (int, float) or low <= value < math.inf,
-                    f"{f.name.upper()}={value} must be a finite number, {low} or larger")
+            require(f.type not in (int, float) or low <= value < 2**63,
+                    f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
         require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
         heads = self.num_heads
         require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
@@ -150,7 +150,7 @@ class Config:
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
 
 def parse_value(f, text: str):
-    """The value that `text` means for a field. ValueError names the variable and what works."""
+    """The value of a field that is written as `text`. Raises ValueError."""
     name = f.name.upper()
     choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
     if choices:
@@ -159,26 +159,26 @@ def parse_value(f, text: str):
     try:
         return f.type(text)
     except ValueError:
-        message = f"{name}={text!r} is not a {'whole ' * (f.type is int)}number; use for example"
-        raise ValueError(f"{message} {name}={f.default}") from None
+        wanted = "a whole number" if f.type is int else "a number"
+        raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
-    """The configuration, and for each variable that was set its text and by what. ValueError."""
+    """The configuration, and the text and place of what was set. Raises ValueError."""
     known = {f.name.upper(): f for f in fields(Config)}
-    texts = {name: (environment[name], "environment") for name in known if name in environment}
-    for name in {*environment, *(argument.partition("=")[0] for argument in arguments)} & {*GONE}:
-        raise ValueError(f"{name} is no longer a variable: {GONE[name]}")
-    # Clusters and containers set these names too, and mean something else.
-    for name in environment.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
-        near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
-        require(not near, f"{name}={environment[name]!r} in the environment is not a variable of "
-                f"this script; did you mean {''.join(near)}? If not, unset {name}")
+    given = {name: (text, "environment") for name, text in environment.items()}
     for argument in arguments:
-        name, equals, text = argument.partition("=")
-        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1) or ["NAME"]
-        require(name in known and equals, f"unknown argument {argument!r}; did you mean "
-                f"{near[0]}={text or 'value'}? --help lists all variables")
-        texts[name] = (text, "argument")
+        name, _, text = argument.partition("=")
+        given[name] = (text, "argument")
+    # Clusters and containers use these three names for something else.
+    for name in given.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
+        text, place = given[name]
+        require(name not in GONE, f"{name} is no longer a variable: {GONE.get(name)}")
+        cutoff = 0.6 if place == "argument" else 0.85
+        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        require(place == "environment" and not near,
+                f"{name}={text!r} ({place}) is not a variable of this script; {hint}")
+    texts = {name: given[name] for name in given if name in known}
     values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
     control = values.get("control_tensor_name_patterns", CONTROL)
     values.setdefault("int8_keep_float_fp32_name_patterns", control)
@@ -201,7 +201,7 @@ def matches(name: str, patterns: str) -> bool:
 # ---- Ranks and device --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. Every collective is the identity when there is one process."""
+    """The place of this process among all. With one process, collectives change nothing."""
     rank: int
     world_size: int
     device: torch.device
@@ -216,7 +216,9 @@ class Ranks:
 
     def average(self, tensors: list[Tensor]) -> None:
         """Average tensors over the ranks, in place, with one exchange for each of their types."""
-        for dtype in dict.fromkeys(t.dtype for t in tensors) if self.world_size > 1 else ():
+        if self.world_size == 1:
+            return
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]
             flat = torch.cat([t.flatten() for t in same])
             dist.all_reduce(flat)
@@ -224,18 +226,19 @@ class Ranks:
             torch._foreach_copy_(same, [mean.view_as(t) for mean, t in zip(means, same)])
 
     def now_ms(self) -> float:
-        """The time in ms, when the device has done all that it was asked to do."""
+        """The time in ms, read when the device has finished its queue."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
 
 def start_ranks(config: Config) -> Ranks:
-    """Read torchrun's variables, pick the device and join the process group if there is one."""
+    """Choose the device and join torchrun's process group. Raises ValueError for a bad DEVICE."""
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    mps = torch.backends.mps.is_available() and world_size == 1  # it has no collectives
-    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * mps + ["cpu"]
+    has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
+    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    usable = [name for name in available if available[name]]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     if kind == "cuda":
@@ -258,12 +261,12 @@ def bfloat16_is_native(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and has_units
 
 # ---- Log ---------------------------------------------------------------------------------------
 def write_line(file, text: str, end: str = "\n") -> None:
-    """Write a line at once. A full disk must not stop the training: a failure only warns."""
+    """Write and flush a line. A full disk must not stop the training, so a failure only warns."""
     try:
         print(text, file=file, end=end, flush=True)
     except OSError as error:
@@ -273,7 +276,7 @@ class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.is_main = is_main
-        self.on_terminal = sys.stdout.isatty()
+        self.erase_line = "\x1b[2K" if sys.stdout.isatty() else ""
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -289,7 +292,7 @@ class RunLog:
 
     def line(self, text: str) -> None:
         if self.is_main:
-            write_line(sys.stdout, "\x1b[2K" * self.on_terminal + text)  # erases the progress line
+            write_line(sys.stdout, self.erase_line + text)
             write_line(self.text, text)
 
     def event(self, event: str, **values) -> None:
@@ -298,17 +301,16 @@ class RunLog:
             write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
 
     def progress(self, text: str) -> None:
-        """Show a line that the next one replaces, if the console is a terminal."""
-        if self.is_main and self.on_terminal:
-            columns = shutil.get_terminal_size().columns
-            write_line(sys.stdout, "\x1b[2K" + text[:columns - 1], end="\r")
+        """Show a line that the next line replaces, if the console is a terminal."""
+        if self.is_main and self.erase_line:
+            write_line(sys.stdout, self.erase_line + text, end="\r")
 
 def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
-    """Log a training step; its speed is that since the last line. Memory is CUDA's."""
-    step, time_ms = run.logged
+    """Log a training step, with its speed since the last line and the memory that CUDA used."""
+    last_step, last_ms = run.logged
     run.logged = (run.step, run.time_ms)
-    tokens = (run.step - step) * run.config.train_batch_tokens
-    rate = tokens / max(run.time_ms - time_ms, 1e-6) * 1000
+    tokens = (run.step - last_step) * run.config.train_batch_tokens
+    rate = tokens / max(run.time_ms - last_ms, 1e-6) * 1000
     average = run.time_ms / run.step
     lr = run.optimizers[-1].param_groups[0]["lr"]
     memory = torch.cuda.max_memory_allocated() >> 20
@@ -323,7 +325,7 @@ def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
 
 # ---- Data and bytes ----------------------------------------------------------------------------
 def find_shards(config: Config, split: str) -> list[Path]:
-    """The shards of "train" or "val" in name order. ValueError: there are none, or two sets."""
+    """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; to make a small set: "
             "python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
@@ -332,7 +334,7 @@ def find_shards(config: Config, split: str) -> list[Path]:
     return files
 
 def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens as a uint16 memory map. ValueError: not a shard, damaged, or no tokens."""
+    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard: it "
             f"starts with the integers {header}, not with {SHARD_START} and the number of tokens")
@@ -342,7 +344,7 @@ def open_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
-    """Tokens of the shard `path`, as they are. ValueError: one is not in the vocabulary."""
+    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
     largest = int(tokens.max())
     require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
@@ -350,8 +352,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
 
 class TokenLoader:
     """The training shards in name order as one endless sequence of tokens. What a step reads
-    follows from its number alone: its pieces, consecutive spans or, with LOADER=shuffled, rows in
-    an order that is drawn for each epoch. A piece is one token longer than its inputs."""
+    follows from its number alone. Its pieces are consecutive spans or, with LOADER=shuffled, rows
+    in an order drawn for each epoch. A piece is one token longer than its inputs."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.ranks = ranks
@@ -365,37 +367,38 @@ class TokenLoader:
         self.shuffled = config.loader == "shuffled"
         spans = config.grad_accum_steps * ranks.world_size
         self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
+        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
         self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
-        self.pieces = config.train_batch_tokens // self.length  # a step, over all ranks
-        self.step_tokens = self.pieces * (self.length + (not self.shuffled))
+        self.pieces = config.train_batch_tokens // self.length  # of a step, over all ranks
+        self.step_tokens = self.pieces * self.stride
         if config.overfit:
             self.epoch_tokens = self.step_tokens
         self.batch(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
-        """Where a piece begins in the endless sequence; pieces are counted from step 0 on."""
+        """The position of a piece's first token; pieces are counted from the first step on."""
         if self.config.overfit:
             piece %= self.pieces  # every step reads what step 0 did
         if not self.shuffled:
-            return piece * (self.length + 1) % self.tokens
+            return piece * self.stride % self.tokens
         epoch, place = divmod(piece, self.rows)
-        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.length
+        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.stride
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens, uint16, from `start` on. ValueError: an id is not in the vocabulary."""
+        """`count` tokens (uint16) from position `start`. Raises ValueError as check_ids does."""
         parts = []
         while count > 0:
             start %= self.tokens
             index = int(np.searchsorted(self.ends, start, side="right"))
-            left = int(self.ends[index]) - start
-            part = self.shards[index][-left:][:count]
+            to_end = int(self.ends[index]) - start
+            part = self.shards[index][-to_end:][:count]
             parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
             start += len(part)
             count -= len(part)
         return np.concatenate(parts)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's inputs and targets of a step from 0 on: (rows, T) int64 on the device."""
+        """This rank's inputs and targets of a step, from 0 on: (rows, T) int64 on the device."""
         first = step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
@@ -415,9 +418,9 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     """The kind of TOKENIZER_PATH; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
-    boundary, in column 0 elsewhere; and which tokens are boundaries, bool (V,). ValueError."""
+    boundary, else in column 0; which are boundaries, bool (V,). Raises ValueError if unfit."""
     path = config.tokenizer_path
-    first = boundary = None
+    after_boundary = boundary = None
     try:
         if path == "byte260":
             kind = "byte"
@@ -427,13 +430,13 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             kind = "sentencepiece"
             model = sentencepiece.SentencePieceProcessor(model_file=path)
             ids = range(model.vocab_size())
-            silent = [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids]
-            texts = ["?" if model.is_byte(i) else model.id_to_piece(i) for i in ids]
-            pieces = ["" if silent[i] else texts[i].replace("\u2581", " ") for i in ids]
-            lengths = [len(piece.encode("utf-8")) for piece in pieces]
             boundary = [model.is_control(i) for i in ids]
-            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # a dummy prefix is no text
-                first = [n - piece.startswith(" ") for n, piece in zip(lengths, pieces)]
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
+            pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
+            # A space that the tokenizer itself puts in front of a text is not text.
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):
+                after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
             vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
             kind = vocabulary["kind"]
@@ -441,8 +444,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
         else:
             import tiktoken
             kind = "tiktoken"
-            names = ["byte260", *tiktoken.list_encoding_names()]
-            require(path in names, f"use a *.model or *.json file, {', '.join(names)}")
+            require(path in tiktoken.list_encoding_names(), "use a *.model file, byte260 or gpt2")
             encoding = tiktoken.get_encoding(path)
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
@@ -451,32 +453,31 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
         raise ValueError(f"TOKENIZER_PATH={path!r} is not a tokenizer: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
-    table = np.array([lengths, first or lengths], dtype=np.uint16).T
+    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
-    """The tokenizer's kind; the validation split cut to whole rows and a token more, uint16; and
-    its targets' UTF-8 bytes. ValueError: too short for a row, or not what its manifest says."""
+    """The tokenizer's kind; the validation tokens, uint16, as full rows and one more; the UTF-8
+    bytes of their targets. Raises ValueError if they are too few or not those of the manifest."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
     cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
     require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
             f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
-    charged = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+    target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
     first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
-    found = [len(tokens), first_bytes + int(charged.sum(dtype=np.int64))]
+    found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
     path = Path(config.data_path, "manifest.json")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        counted = str(manifest.get("made_by")).startswith("data/")  # other tools count no bytes
-        split = manifest["splits"]["val"] if counted else {}
-        wanted = [split["tokens"], split["decoded_bytes"]] if counted else found
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        split = manifest.get("splits", {}).get("val", {})
+        wanted = [split.get("tokens", found[0]), split.get("decoded_bytes", found[1])]
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
     require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
             f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
-    return kind, tokens[:cut + 1], int(charged[:cut].sum(dtype=np.int64))
+    return kind, tokens[:cut + 1], int(target_bytes[:cut].sum(dtype=np.int64))
 
 # ---- Model -------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
@@ -623,8 +624,8 @@ class GPT(nn.Module):
         return 6 * (products - lookup + attention)
 
 def choose_attention(config: Config, device: torch.device) -> str:
-    """Leave one attention kernel on, and return its name: ATTN, or the first that runs."""
-    if device.type == "mps":  # it has one kernel of its own, and no switches
+    """Enable one attention kernel and return its name. Raises ValueError if ATTN does not run."""
+    if device.type == "mps":  # MPS has one kernel of its own, and no switches
         return "math"
     cuda = torch.backends.cuda
     switches = {"flash": cuda.enable_flash_sdp, "cudnn": cuda.enable_cudnn_sdp,
@@ -700,8 +701,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW for all (arXiv:1711.05101). A parameter is
-    in one group, whose base_lr is the rate before the schedule. Only matrices and tables decay."""
+    """Adam, with Muon for the blocks' matrices, or AdamW for all (arXiv:1711.05101). Each parameter
+    is in one group, whose base_lr is the rate before the schedule. Vectors do not decay."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -722,28 +723,27 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     return [adam, *muon]
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """What multiplies the base learning rates in `step`, which starts after `elapsed_ms`. Under a
-    wall-clock cap the warmdown follows the time; the cosine (arXiv:1608.03983) ends with the steps
-    or the time, whichever comes first."""
+    """The factor of the base learning rates in `step`, begun after `elapsed_ms`. Under a wall-clock
+    cap the warmdown follows the time, and the cosine (arXiv:1608.03983) what ends first."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
         done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
-        left = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        decay = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_iters <= 0:
-        left = 1.0
+        decay = 1.0
     elif cap_ms < math.inf:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
-        left = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+        decay = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
-        left = max(0, config.iterations - step) / config.warmdown_iters
-    lowered = config.min_lr + (1 - config.min_lr) * min(1.0, left)
-    return min((step + 1) / max(1, warmup), lowered)
+        decay = max(0, config.iterations - step) / config.warmdown_iters
+    decayed = config.min_lr + (1 - config.min_lr) * min(1.0, decay)
+    return min((step + 1) / max(1, warmup), decayed)
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(run: "Run") -> tuple[float, float]:
-    """Score the validation split: nats per token, and bits per byte of the text as tokenized."""
+    """Score the validation tokens: loss in nats per token, and bits per byte of their text."""
     config = run.config
     ranks = run.ranks
     length = config.train_seq_len
@@ -801,7 +801,7 @@ def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
     return artifact, sum(t.nbytes for part in parts for t in part.values())
 
 def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an int8 artifact. ValueError: a shape is not as wanted, or a scale is bad."""
+    """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
         scale = artifact["scales"][name]
@@ -814,7 +814,7 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 def read_archive(data: bytes):
-    """What torch.save wrote, as data: no code runs, nothing inflates, checksums are compared."""
+    """Read what torch.save wrote: no code runs, nothing is inflated, checksums are compared."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
@@ -824,7 +824,7 @@ def read_archive(data: bytes):
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
-    """Load an artifact, state dict or checkpoint's weights. ValueError: unfit, or other digest."""
+    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError if unfit."""
     wanted = model.state_dict()
     limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
     try:
@@ -837,7 +837,7 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
             require(inflater.eof or len(data) > limit, "it ends too early")
         require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
         state = read_archive(data)
-        state = state.get("model", state)  # a checkpoint has more than weights
+        state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
         model.load_state_dict(dict(state))  # without what a state dict may say about itself
@@ -845,7 +845,7 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write under a temporary name and rename, so that `path` is never half a file. OSError."""
+    """Write under another name and rename, so that `path` is never half a file. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -858,7 +858,7 @@ def write_whole(path: Path, data: bytes) -> None:
         raise OSError(f"{path} could not be written: {error}") from None
 
 def saved(value) -> bytes:
-    """What torch.save writes."""
+    """The bytes that torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -886,11 +886,12 @@ def export(run: "Run", code: bytes) -> None:
                       code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
                       artifact_bytes=len(data), artifact_sha256=digest)
         load_weights(run.model, packed, digest)
-    for p in run.model.parameters() if run.ranks.world_size > 1 else ():
-        dist.broadcast(p.data, 0)  # only the main rank is sure to see the file
-    started = run.ranks.now_ms()
+    if run.ranks.world_size > 1:
+        for p in run.model.parameters():  # the other ranks may not see the file
+            dist.broadcast(p.data, 0)
+    start_ms = run.ranks.now_ms()
     loss, bpb = evaluate(run)
-    eval_ms = run.ranks.now_ms() - started
+    eval_ms = run.ranks.now_ms() - start_ms
     run.log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
                  f"eval_time:{eval_ms:.0f}ms\n"
                  f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
@@ -905,7 +906,7 @@ def list_checkpoints(config: Config) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def find_checkpoint(config: Config) -> dict | None:
-    """The checkpoint that RESUME names; with "auto" the newest one that can be read, or None."""
+    """The checkpoint RESUME; "auto": the newest that can be read, or None. Raises ValueError."""
     if not config.resume:
         return None
     auto = config.resume == "auto"
@@ -937,13 +938,13 @@ def restore(run: "Run", state: dict) -> None:
     run.time_ms = float(state["time_ms"])
 
 def resume(run: "Run", state: dict) -> None:
-    """Continue from a checkpoint. ValueError: its settings, tensors or clock do not fit."""
+    """Continue from a checkpoint. Raises ValueError if its settings or tensors do not fit."""
     try:
-        then = {**asdict(Config()), **state["config"]}  # a new variable had its default before
-        now = asdict(run.config)
+        old = {**asdict(Config()), **state["config"]}  # a new variable had its default before
+        new = asdict(run.config)
         fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
-        changed = [f"{name.upper()} was {then[name]!r} and is {now[name]!r}"
-                   for name in fixed if then[name] != now[name]]
+        changed = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
+                   for name in fixed if old[name] != new[name]]
         require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
@@ -954,7 +955,7 @@ def resume(run: "Run", state: dict) -> None:
     run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {state['path']}")
 
 def save_checkpoint(run: "Run") -> None:
-    """Write the state of the run, and delete its older checkpoints; a failed write only warns."""
+    """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
     if run.ranks.rank > 0:
         return
     path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
@@ -971,7 +972,7 @@ def save_checkpoint(run: "Run") -> None:
 
 # ---- Training ----------------------------------------------------------------------------------
 class Run:
-    """What a run is made of and how far it has come. Making it finds all mistakes that it can."""
+    """The parts of a run and its progress. Making one raises ValueError for what cannot work."""
     def __init__(self, config: Config, overrides: dict, source: str):
         self.ranks = ranks = start_ranks(config)
         torch.set_float32_matmul_precision(config.matmul_precision)
@@ -983,8 +984,9 @@ class Run:
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
         self.step = 0  # steps done
         self.time_ms = 0.0  # on the training clock, which validations do not move
-        self.signals = []  # that this process has received
-        self.stop_signal = 0  # one that any rank had received when the ranks last agreed
+        self.zero_ms = 0.0  # when the clock would have been started, by Ranks.now_ms
+        self.signals = []  # received by this process
+        self.stop_signal = 0  # received by any rank when the ranks last agreed
         self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
         self.tokenizer_kind, self.val_tokens, self.val_bytes = load_validation(config)
         self.loader = TokenLoader(config, ranks) if config.iterations else None
@@ -1006,13 +1008,15 @@ class Run:
             resume(self, checkpoint)
         if self.loader and config.compile == "1":
             compile_model(self, must_compile)
-        require(ranks.max(self.step, -self.step) == [self.step, -self.step], "RESUME: the ranks "
-                "found different checkpoints; OUT_DIR must be a folder that all of them see")
+        place = [self.step, -self.step, self.time_ms, -self.time_ms]
+        require(ranks.max(*place) == place, "RESUME: the ranks found different checkpoints; "
+                "OUT_DIR must be a folder that all of them see")
+        self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
+        self.agreed = self.logged = (self.step, self.time_ms)  # at an agreement, at a line
 
 def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step. The ranks agree on the clock and on signals if `agree` says so, in every tenth
-    step, near the cap and where steps are slow, because it waits for the device; in between the
-    clock advances at the latest pace. FloatingPointError names a step that was not finite."""
+    """Count a step. If `agree`, near the cap, where steps are slow, and every tenth time, the ranks
+    agree on clock and signals, which waits for the device. May raise FloatingPointError."""
     run.step += 1
     run.time_ms += run.pace_ms
     near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
@@ -1020,29 +1024,31 @@ def advance_clock(run: Run, agree: bool) -> None:
     if not (agree or near_cap or slow or run.step % 10 == 0):
         return
     bad_step = int(run.first_bad)
+    if run.scaler.get_scale() < 2**-20:  # float16 skips a step that overflows, but not for ever
+        bad_step = run.step - 1
     if bad_step >= 0:
         token = run.loader.start(bad_step * run.loader.pieces)
         run.log.event("nonfinite", step=bad_step + 1, token=token)
-        raise FloatingPointError(
-            f"loss or gradient of step:{bad_step + 1} is not finite; its batch is at token {token} "
-            "of the training shards; checkpoints are older; try a smaller rate or GRAD_CLIP_NORM=1")
-    step, time_ms = run.agreed
-    now_ms = run.ranks.now_ms() - run.started_ms
+        raise FloatingPointError(f"the loss or gradient of step:{bad_step + 1} is not finite, at "
+                                 f"training token {token}; lower the rates or set GRAD_CLIP_NORM=1")
+    old_step, old_ms = run.agreed
+    now_ms = run.ranks.now_ms() - run.zero_ms
     run.time_ms, run.stop_signal = run.ranks.max(now_ms, max(run.signals, default=0))
-    run.pace_ms = (run.time_ms - time_ms) / (run.step - step)
+    run.pace_ms = (run.time_ms - old_ms) / (run.step - old_step)
     run.agreed = (run.step, run.time_ms)
 
 def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
-    """One update at `factor` times the base learning rates, on the first `micro_batches` or all.
-    Returns the mean loss over the ranks and the global gradient norm, 0-d float32 on the device."""
+    """Make one update at `factor` times the base learning rates, from the first `micro_batches` or
+    all. Returns the loss, a mean over the ranks, and the norm of the gradient: 0-d float32."""
     config = run.config
     steps = config.muon_momentum_warmup_steps
     done = min(1.0, run.step / steps) if steps else 1.0
     momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-    for group in (group for optimizer in run.optimizers for group in optimizer.param_groups):
-        group["lr"] = group["base_lr"] * factor
-        if "momentum" in group:
-            group["momentum"] = momentum
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+            if "momentum" in group:
+                group["momentum"] = momentum
     inputs, targets = run.loader.batch(run.step)
     rows = config.micro_batch_tokens // config.train_seq_len
     loss_sum = torch.zeros((), device=run.ranks.device)
@@ -1068,7 +1074,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     return loss_sum, norm
 
 def warm_up(run: Run) -> None:
-    """Run WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
+    """Take WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
     steps = run.config.warmup_steps
     before = saved(state_of(run))
     for step in range(1, steps + 1):
@@ -1088,15 +1094,12 @@ def train(run: Run) -> None:
     log = run.log
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
-    run.started_ms = run.ranks.now_ms() - run.time_ms
-    run.pace_ms = run.time_ms / max(run.step, 1)
-    run.agreed = run.logged = (run.step, run.time_ms)
-    shown_loss = math.nan
-    started = run.step
+    run.zero_ms = run.ranks.now_ms() - run.time_ms
+    first_step = run.step
     while True:
         done = run.step >= config.iterations or run.time_ms >= run.cap_ms
         is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
-        if run.step > started and (is_saved or run.stop_signal):
+        if run.step > first_step and (is_saved or run.stop_signal):
             save_checkpoint(run)
         if run.stop_signal:
             break
@@ -1108,7 +1111,7 @@ def train(run: Run) -> None:
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
             log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
             gc.collect()
-            run.started_ms += run.ranks.now_ms() - paused_ms
+            run.zero_ms += run.ranks.now_ms() - paused_ms
         if done:
             break
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
@@ -1119,10 +1122,8 @@ def train(run: Run) -> None:
         steps_left_ms = (config.iterations - run.step) * run.time_ms / run.step
         eta_s = max(0.0, min(run.cap_ms - run.time_ms, steps_left_ms)) / 1000
         if log_this or run.time_ms >= run.cap_ms:
-            shown_loss = loss.item()
-            log_step(run, shown_loss, norm.item(), eta_s)
-        log.progress(f"step {run.step} loss {shown_loss:.4f} eta {eta_s / 60:.1f}m")
-    gc.enable()
+            log_step(run, loss.item(), norm.item(), eta_s)
+        log.progress(f"step {run.step}, {eta_s / 60:.1f} minutes left")
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
@@ -1137,7 +1138,7 @@ def train(run: Run) -> None:
              f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
 
 def compile_model(run: Run, required: bool) -> None:
-    """Compile the model. If that fails, it stays eager, or ValueError if compiling is required."""
+    """Compile the model. If that fails, it stays eager; if `required`, ValueError is raised."""
     model = run.model
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
     inputs, targets = run.loader.batch(0)
@@ -1156,7 +1157,7 @@ def compile_model(run: Run, required: bool) -> None:
     model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks) -> Config:
-    """Replace everything automatic by what it is on this device, and the batch by what divides."""
+    """Replace automatic settings by their values here; round the batch. Raises ValueError."""
     device = ranks.device.type
     if config.dtype == "auto":
         native = bfloat16_is_native(ranks.device)
@@ -1177,7 +1178,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     if device == "cpu" and not config.micro_batch_tokens:  # activations of 2 MB stay in its cache
         limit = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
-    new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()  # no other run has it
+    new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     return replace(config, device=device, run_id=config.run_id or new_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
@@ -1185,14 +1186,13 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                    fused=config.fused and device != "mps")
 
 def announce(run: Run, overrides: dict) -> None:
-    """Log what the run is about to do, in the lines that parsers of the field know."""
+    """Log the data, the model and the settings, in the lines that the published trainer prints."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    backends = " ".join(f"{name}={name.endswith(c.attn)}"
-                        for name in ("cudnn", "flash", "mem_efficient", "math"))
+    names = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
+    backends = " ".join(f"{name}={kernel == c.attn}" for kernel, name in names.items())
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
-    val_pattern = str(find_shards(c, "val")[0]).rsplit("_", 1)[0] + "_*.bin"
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
     run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
                   world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
@@ -1202,7 +1202,7 @@ def announce(run: Run, overrides: dict) -> None:
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
 loader:{c.loader}
-val_loader:shards pattern={val_pattern} tokens:{val_tokens}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}
 model_params:{sum(p.numel() for p in run.model.parameters())}
 world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
@@ -1217,7 +1217,7 @@ seed:{c.seed}
 config:{json.dumps({**settings, "overrides": overrides})}""")
 
 def main() -> None:
-    """One run: set up, warm up, train, export, score what was exported."""
+    """Set up a run, warm up, train, export, and score what was exported."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print_help()
         return

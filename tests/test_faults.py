@@ -74,6 +74,36 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, d
         assert f"resumed: step:{step} train_time:" in capsys.readouterr().out
 
 
+def test_two_ranks_resume_bitwise_from_every_checkpoint_with_both_loaders(tmp_path, data):
+    """All runs follow each other in the same two processes, which saves their start."""
+    runs = {}
+    for loader in ("sequential", "shuffled"):
+        every = tiny_arguments(data, LOADER=loader, ITERATIONS=9, VAL_LOSS_EVERY=0, TRAIN_BATCH_TOKENS=4096)
+        runs[loader] = [*every, f"RUN_ID={loader}", f"OUT_DIR={loader}", "CHECKPOINT_EVERY=2", "KEEP_CHECKPOINTS=9"]
+        for step in (2, 4, 6, 8, 9):
+            name = f"{loader}_from_{step}"
+            runs[name] = [*every, f"RUN_ID={name}", f"OUT_DIR={name}", f"RESUME={loader}/checkpoints/{loader}_{step:08d}.pt"]
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import train_gpt
+for number, arguments in enumerate({list(runs.values())!r}):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # as if torchrun had started the ranks again
+    sys.argv[1:] = arguments
+    train_gpt.main()
+""")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr
+    for name in runs.keys() - {"sequential", "shuffled"}:
+        loader, step = name.split("_from_")
+        assert artifacts(tmp_path / name) == artifacts(tmp_path / loader), name
+        whole = [e for e in losses(events(tmp_path, loader)) if e[0] == "val" or e[1] > int(step)]
+        assert losses(events(tmp_path, name)) == whole, name
+    assert artifacts(tmp_path / "sequential") != artifacts(tmp_path / "shuffled")
+
+
 def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(checkpointed, monkeypatch, data, capsys):
     wanted = artifacts(checkpointed)
     three, six, nine = checkpoints(checkpointed)
@@ -293,19 +323,26 @@ def test_the_first_step_that_is_not_finite_is_remembered(monkeypatch, value):
     for run.step in range(4):
         train_gpt.train_step(run, 1.0)
         assert run.first_bad == (-1 if run.step < 2 else 2)
-    with pytest.raises(FloatingPointError, match="gradient of step:3 is not finite; its batch is at token 140"):
+    with pytest.raises(FloatingPointError, match="gradient of step:3 is not finite, at training token 140"):
         train_gpt.advance_clock(run, agree=True)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
 def test_the_run_stops_and_names_step_and_batch(tmp_path, monkeypatch, data, loader, capsys):
     broken_forward(monkeypatch, {1 + 8 * 4 + 3})  # the warm-up's forward comes first: this is step 5
-    with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite; its batch is at token \d+"):
+    with pytest.raises(SystemExit, match=r"gradient of step:5 is not finite, at training token \d+"):
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=1, LOADER=loader, MICRO_BATCH_TOKENS=128)
     stream = train_gpt.TokenLoader(tiny_config(data_path=str(data), loader=loader), train_gpt.Ranks(0, 1, torch.device("cpu")))
     assert next(e for e in events(tmp_path, "run") if e["event"] == "nonfinite")["token"] == stream.start(4 * stream.pieces)
     state = read_checkpoint(checkpoints(tmp_path)[-1])
     assert state["step"] == 4 and all(t.isfinite().all() for t in state["model"].values())
+
+
+def test_float16_that_overflows_in_every_step_stops_the_run(tmp_path, monkeypatch, data):
+    """The scaler skips each such step and halves the scale; without a limit nothing would be trained."""
+    broken_forward(monkeypatch, range(10_000), value=3e37)  # the loss is finite, its gradient is not
+    with pytest.raises(SystemExit, match="step:37 is not finite"):  # from 2**16 to less than 2**-20
+        tiny_run(monkeypatch, tmp_path, data, DTYPE="float16", ITERATIONS=60, WARMUP_STEPS=0, VAL_LOSS_EVERY=0)
 
 
 def test_all_ranks_stop_where_one_is_not_finite(tmp_path, data):
