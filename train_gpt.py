@@ -1194,10 +1194,15 @@ def announce(run: Run, overrides: dict) -> None:
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
+    path = Path(c.data_path, "manifest.json")
+    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    splits = manifest.get("splits", {}).values()
+    digests = {shard["file"]: shard.get("sha256")
+               for split in splits for shard in split.get("shards", [])}
     run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
                   world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
                   flops_per_token=run.model.flops_per_token(), val_tokens=val_tokens,
-                  val_bytes=run.val_bytes)
+                  val_bytes=run.val_bytes, data_sha256=digests)
     run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \

@@ -23,11 +23,11 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "logs")]
+from common import ABSOLUTE_PATH, ROOT, hardware, launcher, load_json, read_events
+
+sys.path.append(str(ROOT / "logs"))
 
 from plot import mfu_of  # noqa: E402
-from submit import hardware  # noqa: E402
-from verify import ABSOLUTE, ROOT, read_events  # noqa: E402
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
@@ -89,7 +89,7 @@ def unavailable(output: str) -> str:
     paths; empty if it failed for another reason."""
     match = UNAVAILABLE.search(output)
     line = " ".join(match[1].split())[:300] if match else ""
-    return ABSOLUTE.sub(lambda path: path[0].replace(path[1], "PATH"), line).replace("`", "'")
+    return ABSOLUTE_PATH.sub(lambda path: path[0].replace(path[1], "PATH"), line).replace("`", "'")
 
 
 def climb(folder: Path, shape: str, extra: list[str]) -> None:
@@ -106,12 +106,11 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
             if about["hardware"].startswith("1x ") and ranks > 1:
                 print("left out, for there is one GPU:", name)
                 break
-            launcher, environment = [sys.executable], dict(os.environ)
+            environment = dict(os.environ)
             if ranks > 1:
-                launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
                 environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // ranks))
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
-            result = subprocess.run([*launcher, str(ROOT / "train_gpt.py"), *arguments], cwd=place, env=environment,
+            result = subprocess.run([*launcher(ranks), str(ROOT / "train_gpt.py"), *arguments], cwd=place, env=environment,
                                     capture_output=True, text=True, check=False)
             if result.returncode and number > 1 and (reason := unavailable(result.stderr)):
                 about["skipped"][name] = reason
@@ -130,7 +129,7 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
 def check_rungs(folder: Path) -> list[str]:
     """What is wrong with the logs of a ladder: a rung has to have run with what all rungs up to it set, by one script.
     Those that were skipped have set nothing."""
-    about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    about = load_json(folder / "ladder.json")
     skipped = about.get("skipped", {})
     ran = [name for name, _, _ in RUNGS if name not in skipped][:len(about["rungs"])]
     if about["rungs"] != ran:
@@ -179,7 +178,7 @@ def idle(name: str, now: dict, before: dict | None) -> str:
 
 def report(folder: Path) -> str:
     """README.md of a ladder, from ladder.json and the logs alone."""
-    about = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    about = load_json(folder / "ladder.json")
     measured = {name: measure(folder / f"rung{number:02d}.jsonl") for number, (name, _, _) in enumerate(RUNGS, 1)
                 if name in about["rungs"]}
     skipped = about.get("skipped", {})

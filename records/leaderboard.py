@@ -1,55 +1,66 @@
 """Write the leaderboard of all tracks into records/README.md, between its two marks.
 
-    python records/leaderboard.py            writes it
-    python records/leaderboard.py --check    ends with 1 if it is not what the record folders give
+    python records/leaderboard.py            write it
+    python records/leaderboard.py --check    exit with 1 if it is not what the record folders give
 """
 
-import json
 import sys
 from pathlib import Path
 
-RECORDS = Path(__file__).resolve().parent
-BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
+from common import ROOT, deviation, load_json, order_of, score
+
+BEGIN = "<!-- leaderboard -->\n"
+END = "<!-- end of leaderboard -->\n"
 
 
-def tables(records: Path) -> str:
-    """A table for each track and division that has records, the lowest mean first."""
-    parts = []
-    for path in sorted(records.glob("track_*/track.json")):
-        track, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
-        said = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*/submission.json"))]
-        parts.append(f"### [{track['title']}]({folder.name})\n")
-        ladders = sorted(place.name for place in folder.iterdir() if (place / "ladder.json").is_file())
-        parts += [f"- [{name}]({folder.name}/{name})\n" for name in ladders]
-        if not said and not ladders:
-            parts.append("No record yet.\n")
-        for division in sorted({s["division"] for s in said}):
-            if division:
-                parts.append(f"Division `{division}`:\n")
-            parts.append("| | bits per byte | seeds | bytes | against | p | by | record |\n|---|---|---|---|---|---|---|---|")
-            best = sorted((s for s in said if s["division"] == division), key=lambda s: s["val_bpb"])
-            for place, s in enumerate(best, 1):
-                test, name = s["significance"], f"{s['date']}_{s['name']}"
-                bold = "**" if test and test["p"] < track.get("p", 0.01) else ""
-                against = (f"{test['difference']:+.4f} {test['unit']}", f"{bold}{test['p']:.1g}{bold}") if test else ("", "")
-                parts.append(f"| {place} | {s['val_bpb']:.4f} ± {s['val_bpb_std']:.4f} | {len(s['seeds'])} | "
-                             f"{s['bytes_total']:,} | {against[0]} | {against[1]} | {s['author']} | "
-                             f"[{name}]({folder.name}/{name}) |")
-            parts[-1] += "\n"
-    return "\n".join(parts)
+def record_row(place: int, submission: dict, folder: str) -> str:
+    """Return the Markdown row of one record."""
+    original = [score(result) for result in submission["seed_results"].values()]
+    test = submission["against_incumbent"]
+    against = f"{test['difference']:+.4f} {test['unit']}, p = {test['p']:.1g}" if test else ""
+    name = f"{submission['date']}_{submission['name']}"
+    cells = [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", f"{submission['val_bpb']:.4f}",
+             str(len(submission["seeds"])), f"{submission['bytes_total']:,}", "yes" if submission["is_best"] else "no",
+             against, submission["author"], f"[{name}]({folder}/{name})"]
+    return f"| {' | '.join(cells)} |"
+
+
+def track_table(folder: Path) -> list[str]:
+    """Return the lines about one track: its ladders, and a table for each division that has records, best first."""
+    track = load_json(folder / "track.json")
+    submissions = [load_json(path) for path in folder.glob("*/submission.json")]
+    ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
+    lines = [f"### [{track['title']}]({folder.name})", ""]
+    lines += [f"- [{name}]({folder.name}/{name})" for name in ladders]
+    lines += ["No record yet."] if not submissions and not ladders else []
+    used = {submission["division"] for submission in submissions}
+    for division in [name for name in track.get("divisions", {"": {}}) if name in used]:  # in the order of track.json
+        members = [submission for submission in submissions if submission["division"] == division]
+        members.sort(key=lambda submission: (score(submission), order_of(submission)))
+        lines += [f"Division `{division}`:", ""] if division else []
+        lines += ["| | bits per byte of the original text | as published (val_bpb) | seeds | bytes | best at its time | "
+                  "against the best before it | by | record |", "|---|---|---|---|---|---|---|---|---|"]
+        lines += [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
+        lines.append("")
+    return lines if lines[-1] == "" else [*lines, ""]
+
+
+def leaderboard(records: Path) -> str:
+    """Return the tables of all tracks."""
+    paths = sorted(records.glob("track_*/track.json"))
+    return "\n".join(line for path in paths for line in track_table(path.parent))
 
 
 def main() -> None:
-    readme = RECORDS / "README.md"
+    readme = ROOT / "records" / "README.md"
     text = readme.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    wanted = f"{before}{BEGIN}\n{tables(RECORDS)}\n{END}{after}"
-    if "--check" in sys.argv[1:]:
-        if text != wanted:
-            sys.exit("records/README.md is stale: python records/leaderboard.py writes it anew")
-    else:
+    wanted = f"{before}{BEGIN}\n{leaderboard(readme.parent)}\n{END}{after}"
+    if "--check" not in sys.argv[1:]:
         readme.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
+        sys.exit("records/README.md is stale: python records/leaderboard.py writes it anew")
 
 
 if __name__ == "__main__":

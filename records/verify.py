@@ -1,285 +1,342 @@
-"""Check record folders: every number is computed again from the logs, and every rule of the track is applied.
+"""Check record folders: recompute every number from the logs and apply the rules of the track.
 
-    python records/verify.py                            all folders
-    python records/verify.py records/track_open/2026-01-31_Name --rerun     scores the artifacts again, too; those that are
-                                                        not in the folder lie in --artifacts DIR, under the same names
-    python records/verify.py --counts data/datasets/NAME --tokenizer FILE --lengths 512,1024    a table of track.json
+    python records/verify.py                                  all folders
+    python records/verify.py FOLDER --rerun                   also score the artifacts again (--artifacts DIR has large ones)
+    python records/verify.py --counts DATA_PATH --tokenizer FILE    print a table for a division of track.json
 
-It prints a line a finding and ends with 1 where there is one. Without --rerun it believes logs that agree with one another
-throughout; --rerun runs the folder's train_gpt.py, which is code of whoever wrote it, on the division's data set.
+The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged completely and
+consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code: read it first.
 """
 
 import argparse
 import ast
+import difflib
 import json
 import math
 import os
 import re
+import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RULE = "=" * 100
-FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
+import ladder
+from common import (ABSOLUTE_PATH, FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, UNSAFE, Findings, compare_scores,
+                    deviation, find_incumbent, is_close, load_json, load_track, read_events, record_folders, score,
+                    setting_text)
+
+# ---- What a script may not do ------------------------------------------------------------------------
+# A script is one readable file whose behaviour its text shows. This is a list for honest mistakes and quick lies, not a
+# sandbox: a person reads the difference to the base before a record is accepted.
+PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # beside the standard library; older scripts had wandb
+FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
+FORBIDDEN_MODULES = {"builtins", "cffi", "code", "ctypes", "imp", "importlib", "marshal", "pickle", "pkgutil", "runpy", "socket",
+                     "urllib", "http", "torch.hub", "torch.package", "torch.utils.cpp_extension"}
+FORBIDDEN_ATTRIBUTES = {"torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
+                        "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork"}
+FORBIDDEN_PREFIXES = ("os.exec", "os.spawn", "os.posix_spawn")
+PROGRAMS = {"nvidia-smi", "scontrol"}  # that a script may start
+
+# ---- Slack, and why --------------------------------------------------------------------------------
+ROUNDING = 1e-9  # sums of the same floats in another order
+RATE_ROUNDING = 1e-6  # relative; the clock of two events is a difference of large floats
+CLOCK_SHARE = 0.05  # logging and the progress line are on the wall clock, not on the training clock
+CLOCK_MS = 250  # a slow disk under the log
+LAST_MS = 1000  # a run ends after the step in which the cap is reached, an average step and a hiccup past it at most
+EVALUATION_SECONDS = 10  # between export and score the artifact is read back and sent to all ranks
+BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 does not improve them, but may by chance, by less than this
+RERUN_BPB = 1e-3  # compilers and CPUs round differently: 1.2e-4 was measured ("Checking a record" in README.md)
+SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
+
 STEP = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+) (?:val_bpb:(\S+) )?train_time:(\d+)ms")
-LINES = {  # numbers of the text log that the events have, too
-    "val_loss and val_bpb": (r"final_int8_zlib_roundtrip_exact val_loss:(\S+) val_bpb:(\S+)", lambda start, export, final: (
-        f"{final['val_loss']:.8f}", f"{final['val_bpb']:.8f}")),
-    "eval_time_ms": (r"final_int8_zlib_roundtrip .* eval_time:(-?\d+)ms", lambda start, export, final: (
-        f"{final['eval_time_ms']:.0f}",)),
-    "artifact_bytes": (r"Serialized model int8\+zlib: (\d+) bytes", lambda start, export, final: (
-        str(export["artifact_bytes"]),)),
-    "code_bytes": (r"Code size: (\d+) bytes", lambda start, export, final: (str(export["code_bytes"]),)),
-    "SEED": (r"seed:(-?\d+)$", lambda start, export, final: (str(start["config"]["SEED"]),)),
-    "world_size": (r"world_size:(\d+)", lambda start, export, final: (str(start["world_size"]),)),
-    "val_tokens": (r"val_loader:shards .* tokens:(\d+)", lambda start, export, final: (str(start["val_tokens"]),))}
-ABSOLUTE = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-UNSAFE = re.compile(r"[|\n\r<>]")  # what a field of one line in a Markdown table cannot have
-PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # what a script may import besides Python's library
-# What may differ between the seeds of a record: names, and how often something is written. CHECKPOINT_DIR and TRACKERS are of
-# older scripts.
-SAME_RUN = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR", "KEEP_CHECKPOINTS", "TRACKERS"}
-SAME_PLACE = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters")
-CLAIMS = {  # the types of what submission.json says
-    "name": str, "author": str, "github_id": str, "date": str, "track": str, "division": str, "blurb": str,
-    "base": str, "hardware": str, "command": str, "seeds": list, "seed_results": dict, "settings": dict,
-    "val_loss": float, "val_loss_std": float, "val_bpb": float, "val_bpb_std": float, "bytes_total": int,
-    "bytes_code": int, "script_sha256": str}
-RERUN_TOLERANCE = 1e-5  # bits per byte
+SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz")
+OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
+MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters")
+NOTES = "\n## Notes\n"
+AUTHORED = {  # what the author says in submission.json
+    "name": str, "author": str, "github_id": str, "date": str, "submitted": str, "track": str, "division": str,
+    "blurb": str, "base": str, "hardware": str, "command": str}
 
 
-class Findings(list):
-    """What is wrong with a folder, as lines of text."""
-
-    def check(self, holds: bool, text: str) -> bool:
-        if not holds:
-            self.append(text)
-        return bool(holds)
+# ---- Logs --------------------------------------------------------------------------------------------
 
 
-def close(a: float, b: float, tolerance: float = 1e-9) -> bool:
-    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
+def check_text_log(name: str, events: list[dict], lines: list[str], versions: str, findings: Findings) -> None:
+    """The text log must have the same numbers as the events."""
+    last = {event["event"]: event for event in events}
+    start, export, final = last["config"], last["export"], last["final"]
+    shown = [(int(m[1]), m[2], m[3], m[4], m[5]) for m in map(STEP.match, lines) if m]
+    wanted = []
+    for event in events:
+        if event["event"] in ("train", "val"):
+            loss = f"{event[event['event'] + '_loss']:.4f}"
+            bpb = f"{event['val_bpb']:.4f}" if event["event"] == "val" else None
+            wanted.append((event["step"], event["event"], loss, bpb, f"{event['train_time_ms']:.0f}"))
+    different = next((f": {pair}" for pair in zip(shown, wanted) if pair[0] != pair[1]), " on the steps")
+    findings.check(shown == wanted, f"{name}: .log and .jsonl disagree{different}")
+    score_text = (f"{final['val_loss']:.8f}", f"{final['val_bpb']:.8f}")
+    for what, pattern, expected in (
+            ("val_loss and val_bpb", r"final_int8_zlib_roundtrip_exact val_loss:(\S+) val_bpb:(\S+)", score_text),
+            ("eval_time_ms", r"final_int8_zlib_roundtrip .* eval_time:(-?\d+)ms", (f"{final['eval_time_ms']:.0f}",)),
+            ("artifact_bytes", r"Serialized model int8\+zlib: (\d+) bytes", (str(export["artifact_bytes"]),)),
+            ("code_bytes", r"Code size: (\d+) bytes", (str(export["code_bytes"]),)),
+            ("SEED", r"seed:(-?\d+)$", (str(start["config"]["SEED"]),)),
+            ("world_size", r"world_size:(\d+)", (str(start["world_size"]),)),
+            ("val_tokens", r"val_loader:shards .* tokens:(\d+)", (str(start["val_tokens"]),))):
+        logged = [m.groups() for m in (re.match(pattern, line) for line in lines) if m]
+        findings.check(logged == [expected], f"{name}: {what} is {logged} in the .log and {expected} in the .jsonl")
+    logged = json.loads(next(line for line in lines if line.startswith("config:{")).removeprefix("config:"))
+    findings.check(logged.pop("overrides") == start["overrides"] and logged == start["config"],
+                   f"{name}: .log and .jsonl disagree on the settings")
+    torch_version = re.search(r"Running PyTorch (\S+)", versions)
+    findings.check(torch_version and torch_version[1] == start["torch"],
+                   f"{name}: .log and .jsonl disagree on PyTorch's version")
 
 
-def load_track(folder: Path) -> dict:
-    """The rules of the track that a record folder lies in. ValueError: it lies in none."""
-    path = folder.parent / "track.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} lies in no track: {path} is missing")
-    return json.loads(path.read_text(encoding="utf-8"))
+def check_steps(name: str, events: list[dict], findings: Findings) -> None:
+    """Training must be logged as train_gpt.py logs it: the first ten steps and every TRAIN_LOG_EVERY."""
+    every = events[0]["config"]["TRAIN_LOG_EVERY"]
+    logged = {event["step"] for event in events if event["event"] == "train"}
+    first = next((event["step"] for event in events if event["event"] == "resume"), 0) + 1
+    last = events[-1]["step"]
+    if not findings.check(logged, f"{name}: the log has no training steps"):
+        return
+    wanted = {step for step in range(first, last + 1) if step <= 10 or (every and step % every == 0)}
+    missing = sorted(wanted - logged)
+    findings.check(not missing, f"{name}: training steps {missing[:3]} are not in the log")
 
 
-def read_events(path: Path) -> list[dict]:
-    """The events of a .jsonl log. A power failure can have cut its last line, which is then left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines[:-1]]
-    with suppress(ValueError):
-        events += [json.loads(line) for line in lines[-1:]]
-    return events
-
-
-def read_seed(folder: Path, path: Path, source: str, found: Findings) -> dict | None:
-    """What one seed's logs, train_seedN.log and .jsonl, say when they are read together; None if unreadable."""
-    name = path.stem
-    try:
-        parts = path.read_text(encoding="utf-8").split("\n" + RULE + "\n", 2)
-        if not found.check(len(parts) == 3, f"{name}.log: source, machine and lines are not divided by two rules of ="):
-            return None
-        found.check(parts[0] == source, f"{name}.log: the source in it is not the folder's train_gpt.py")
-        events = read_events(path.with_suffix(".jsonl"))
-        return summary_of(folder, name, events, parts[1], parts[2].splitlines(), found)
-    except Exception as error:  # forged logs can be anything
-        found.append(f"{name}: a log is missing, unfinished or damaged: {type(error).__name__}: {error}")
-        return None
-
-
-def check_clock(name: str, events: list[dict], found: Findings) -> None:
-    """Steps, training clock and wall clock go forward together, and the speed is what they give."""
-    config, kinds = events[0]["config"], {event["event"]: event for event in events}
+def check_clock(name: str, events: list[dict], findings: Findings) -> None:
+    """Steps, training clock and wall clock must advance together, and the speed must follow from them."""
+    config = events[0]["config"]
+    last = {event["event"]: event for event in events}
     trained = [event for event in events if event["event"] == "train"]
     for before, after in zip(trained, trained[1:]):
-        steps, ms = after["step"] - before["step"], after["train_time_ms"] - before["train_time_ms"]
-        if not found.check(steps > 0 and ms > 0, f"{name}: step {after['step']}: steps or clock do not go forward"):
+        steps = after["step"] - before["step"]
+        ms = after["train_time_ms"] - before["train_time_ms"]
+        where = f"{name}: step {after['step']}"
+        if not findings.check(steps > 0 and ms > 0, f"{where}: steps or clock do not advance"):
             return
         rate = 1000 * steps * config["TRAIN_BATCH_TOKENS"] / ms
-        found.check(close(rate, after["tok_per_sec"], 1e-6), f"{name}: step {after['step']}: tok_per_sec is not what steps, "
-                    "tokens and clock give")
-    for before, after in zip(events, events[1:]):  # nothing happens between two training events but training
+        findings.check(is_close(rate, after["tok_per_sec"], RATE_ROUNDING),
+                       f"{where}: tok_per_sec does not follow from steps, tokens and clock")
+    for before, after in zip(events, events[1:]):  # nothing but training happens between two training events
         if before["event"] == after["event"] == "train":
-            wall, ms = 1000 * (after["elapsed_s"] - before["elapsed_s"]), after["train_time_ms"] - before["train_time_ms"]
-            found.check(abs(wall - ms) <= 0.05 * wall + 250, f"{name}: step {after['step']}: {ms:.0f} ms of training, but "
-                        f"{wall:.0f} ms of the wall clock")
-    wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]  # older scripts write it in a thread
-    found.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
-    found.check(not trained or kinds["val"]["train_time_ms"] >= trained[-1]["train_time_ms"] - 1000,
-                f"{name}: the last validation is earlier than the last step")
-    scoring, room = kinds["final"]["eval_time_ms"] / 1000, kinds["final"]["elapsed_s"] - kinds["export"]["elapsed_s"]
-    found.check(0.5 * room - 10 <= scoring <= room + 0.5 and scoring >= 0, f"{name}: {scoring:.1f} s of evaluation, but "
-                f"{room:.1f} s of the wall clock between export and score")
+            wall = 1000 * (after["elapsed_s"] - before["elapsed_s"])
+            ms = after["train_time_ms"] - before["train_time_ms"]
+            findings.check(abs(wall - ms) <= CLOCK_SHARE * wall + CLOCK_MS, f"{name}: step {after['step']}: {ms:.0f} ms "
+                           f"of training, but {wall:.0f} ms of the wall clock")
+    # Older scripts wrote checkpoints in a thread, whose events are late.
+    wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]
+    findings.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
+    findings.check(not trained or last["val"]["train_time_ms"] >= trained[-1]["train_time_ms"] - LAST_MS,
+                   f"{name}: the last validation is earlier than the last step")
+    seconds = last["final"]["eval_time_ms"] / 1000
+    room = last["final"]["elapsed_s"] - last["export"]["elapsed_s"]
+    findings.check(0.5 * room - EVALUATION_SECONDS <= seconds <= room + 0.5 and seconds >= 0, f"{name}: {seconds:.1f} s "
+                   f"of evaluation, but {room:.1f} s of the wall clock between export and score")
 
 
-def check_resumed(folder: Path, name: str, events: list[dict], found: Findings) -> bool:
-    """Whether a run was resumed; the older parts have to be there, from the first step on, by the same script."""
-    resumed = [event for event in events if event["event"] == "resume"]
+def check_scores(name: str, events: list[dict], findings: Findings) -> None:
+    """Bits per byte must follow from loss, tokens and bytes; the artifact cannot score better than its own weights."""
+    start = events[0]
+    last = {event["event"]: event for event in events}
+    for event in events:
+        if event["event"] in ("val", "final"):
+            bits = event["val_loss"] * start["val_tokens"] / math.log(2) / start["val_bytes"]
+            findings.check(is_close(event["val_bpb"], bits, ROUNDING), f"{name}: {event['event']} of step {event['step']}: "
+                           f"val_bpb {event['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
+    findings.check(last["final"]["step"] == last["val"]["step"] == last["export"]["step"],
+                   f"{name}: the last validation, the export and the final score are of different steps")
+    gain = last["val"]["val_loss"] - last["final"]["val_loss"]
+    findings.check(gain <= BETTER_BY_EXPORT, f"{name}: the artifact scores {gain:.4f} nats better than the weights that it "
+                   f"was made from, more than {BETTER_BY_EXPORT}")
+
+
+def check_resumed(folder: Path, name: str, events: list[dict], findings: Findings) -> bool:
+    """Return whether the run was resumed. Its older logs, of this script and these settings, must cover all earlier steps."""
+    resumed = next((event for event in events if event["event"] == "resume"), None)
     first = next((event["step"] for event in events if event["event"] == "train"), 1)
-    if not resumed and first == 1:
+    if resumed is None and first == 1:
         return False
-    covered, wanted = set(), events[0]["config"]
     source = (folder / "train_gpt.py").read_text(encoding="utf-8")
+    settings = {key: value for key, value in events[0]["config"].items() if key not in MAY_DIFFER_BETWEEN_SEEDS}
+    covered = set()
     for path in folder.glob(f"{name}.*.jsonl"):
-        part = read_events(path)
+        older = read_events(path)
         text = path.with_suffix(".log")
-        same = part and all(part[0]["config"].get(key) == value for key, value in wanted.items() if key not in SAME_RUN)
-        if same and text.is_file() and text.read_text(encoding="utf-8").startswith(source + "\n" + RULE):
-            starts = next((event["step"] for event in part if event["event"] == "resume"), 0)
-            covered |= set(range(starts, max(event.get("step", 0) for event in part) + 1))
-    missing = next((step for step in range(resumed[0]["step"] if resumed else first) if step not in covered), None)
-    found.check(missing is None, f"{name}: a resumed run, whose older logs (of this script and these settings) lack what came "
-                f"after step {missing}")
+        same_settings = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
+        if same_settings and text.is_file() and text.read_text(encoding="utf-8").startswith(source + "\n" + RULE):
+            begin = next((event["step"] for event in older if event["event"] == "resume"), 0)
+            covered |= set(range(begin, max(event.get("step", 0) for event in older) + 1))
+    end = resumed["step"] if resumed else first
+    missing = next((step for step in range(end + 1) if step not in covered), None)
+    findings.check(missing is None, f"{name}: the run was resumed at step {end}, but there is no older log of this script "
+                   f"and these settings that has step {missing}")
     return True
 
 
-def summary_of(folder: Path, name: str, events: list, versions: str, lines: list[str], found: Findings) -> dict:
-    """The numbers of a seed from its events; findings where they contradict one another or the text log."""
-    kinds = {event["event"]: event for event in events}  # the last one of each
-    start, final, export = kinds["config"], kinds["final"], kinds["export"]
-    settings = start["config"]
-    # Every score is loss, tokens and bytes.
-    scored = [event for event in events if event["event"] in ("val", "final")]
-    for event in scored:
-        bits = event["val_loss"] * start["val_tokens"] / math.log(2) / start["val_bytes"]
-        found.check(close(event["val_bpb"], bits), f"{name}: {event['event']} of step {event['step']}: val_bpb "
-                    f"{event['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
-    # The text log has the same numbers.
-    logged = [(int(m[1]), m[2], m[3], m[4], m[5]) for m in map(STEP.match, lines) if m]
-    wanted = [(e["step"], e["event"], f"{e[e['event'] + '_loss']:.4f}",
-               f"{e['val_bpb']:.4f}" if e["event"] == "val" else None, f"{e['train_time_ms']:.0f}")
-              for e in events if e["event"] in ("train", "val")]
-    different = next((pair for pair in zip(logged, wanted) if pair[0] != pair[1]), None)
-    found.check(logged == wanted, f"{name}: .log and .jsonl disagree" + (f": {different}" if different else " on the steps"))
-    for what, (pattern, of_events) in LINES.items():
-        here, there = [m.groups() for m in (re.match(pattern, line) for line in lines) if m], of_events(start, export, final)
-        found.check(here == [there], f"{name}: {what} is {here} in the .log and {there} in the .jsonl")
-    same = json.loads(next(line for line in lines if line.startswith("config:{")).removeprefix("config:"))
-    found.check(same.pop("overrides") == start["overrides"] and same == settings,
-                f"{name}: .log and .jsonl disagree on the settings")
-    versions_found = re.search(r"Running Python (\S+)", versions), re.search(r"Running PyTorch (\S+)", versions)
-    found.check(all(versions_found) and versions_found[1][1] == start["torch"],
-                f"{name}: .log and .jsonl disagree on PyTorch's version")
-    found.check(final["step"] == kinds["val"]["step"] == export["step"], f"{name}: the last validation, the export and "
-                "the final score are of different steps")
-    check_clock(name, events, found)
-    trained = [e for e in events if e["event"] == "train"]
-    ends = [event["train_time_ms"] / 1000 for event in trained[-2:]]
-    paces = trained[-1]["step"] - trained[-2]["step"] if len(ends) == 2 else 1
-    last_step = (ends[1] - ends[0]) / paces if len(ends) == 2 else sum(ends)
-    return {"seed": settings["SEED"], "settings": settings, "losses": [e["train_loss"] for e in trained],
-            "val_loss": final["val_loss"], "val_bpb": final["val_bpb"],
-            "val_bpb_before_export": kinds["val"]["val_bpb"], "steps": final["step"],
-            "train_seconds": kinds["val"]["train_time_ms"] / 1000,
-            "last_step_began": ends[-1] - 2 * last_step if ends else 0.0,  # at the earliest; steps differ
-            "eval_seconds": final["eval_time_ms"] / 1000, "wall_seconds": final["elapsed_s"],
-            "artifact_bytes": export["artifact_bytes"], "artifact_sha256": export["artifact_sha256"],
-            "code_bytes": export["code_bytes"], "code_sha256": export["code_sha256"],
-            "bytes_total": export["artifact_bytes"] + export["code_bytes"],
-            "resumed": check_resumed(folder, name, events, found), "machine": versions,
-            "unique_tokens": kinds["data"]["unique_tokens"] if "data" in kinds else 0,
-            "val_tokens": start["val_tokens"], "val_bytes": start["val_bytes"],
-            "world_size": start["world_size"], "threads": start["threads"], "torch": start["torch"],
-            "given": {key: settings[key] for key in sorted(start["overrides"]) if key not in SAME_RUN},
-            "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1]),
-            "python": versions_found[0][1] if versions_found[0] else ""}
-
-
-@lru_cache  # many records have the same script
-def check_script(source: str) -> list[str]:
-    """What is wrong with a script that has to be one readable file: its length, its imports, or that it is no Python."""
-    lines = len(source.splitlines())
-    found = [f"train_gpt.py has {lines} lines, not less than 1,500"] * (lines >= 1500)
+def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict | None:
+    """Return the numbers of one seed from its two logs, train_seedN.log and .jsonl; None if they cannot be read."""
+    name = path.stem
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [*found, f"train_gpt.py is no Python: {error}"]
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    foreign = {name.split(".")[0] or "." for name in names} - sys.stdlib_module_names - PACKAGES
-    return found + [f"train_gpt.py imports {', '.join(sorted(foreign))}: code that is not counted"] * bool(foreign)
+        parts = path.read_text(encoding="utf-8").split("\n" + RULE + "\n", 2)
+        if not findings.check(len(parts) == 3, f"{name}.log: source, machine and lines are not divided by two rules of ="):
+            return None
+        findings.check(parts[0] == source, f"{name}.log: the source in it is not the folder's train_gpt.py")
+        versions, lines = parts[1], parts[2].splitlines()
+        events = read_events(path.with_suffix(".jsonl"))
+        for check in (check_scores, check_steps, check_clock):
+            check(name, events, findings)
+        check_text_log(name, events, lines, versions, findings)
+        return summarize(events, versions, lines, check_resumed(folder, name, events, findings))
+    except Exception as error:  # forged logs can be anything
+        findings.append(f"{name}: a log is missing, unfinished or damaged: {type(error).__name__}: {error}")
+        return None
 
 
-def read_folder(folder: Path, found: Findings) -> list[dict]:
-    """The seeds of a record folder, each as summary_of gives it."""
+def summarize(events: list[dict], versions: str, lines: list[str], resumed: bool) -> dict:
+    """Return the numbers of a seed that rules and claims are about."""
+    last = {event["event"]: event for event in events}
+    start, val, export, final = last["config"], last["val"], last["export"], last["final"]
+    python = re.search(r"Running Python (\S+)", versions)
+    overrides = [key for key in sorted(start["overrides"]) if key not in MAY_DIFFER_BETWEEN_SEEDS]
+    return {
+        "seed": start["config"]["SEED"], "settings": start["config"], "machine": versions, "resumed": resumed,
+        "overrides": {key: start["config"][key] for key in overrides},
+        "data_sha256": start.get("data_sha256", {}),
+        "losses": [event["train_loss"] for event in events if event["event"] == "train"],
+        "val_loss": final["val_loss"], "val_bpb": final["val_bpb"], "val_bpb_original": None,
+        "val_bpb_before_export": val["val_bpb"], "steps": final["step"], "train_seconds": val["train_time_ms"] / 1000,
+        "eval_seconds": final["eval_time_ms"] / 1000, "wall_seconds": final["elapsed_s"],
+        "artifact_bytes": export["artifact_bytes"], "artifact_sha256": export["artifact_sha256"],
+        "code_bytes": export["code_bytes"], "code_sha256": export["code_sha256"],
+        "bytes_total": export["artifact_bytes"] + export["code_bytes"],
+        "unique_tokens": last["data"]["unique_tokens"] if "data" in last else 0,
+        "val_tokens": start["val_tokens"], "val_bytes": start["val_bytes"], "world_size": start["world_size"],
+        "threads": start["threads"], "torch": start["torch"], "python": python[1] if python else "",
+        "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1])}
+
+
+def read_folder(folder: Path, findings: Findings) -> list[dict]:
+    """Return the seeds of a record folder, each as summarize gives it."""
     script = folder / "train_gpt.py"
-    if not found.check(script.is_file(), "train_gpt.py is missing"):
+    if not findings.check(script.is_file(), "train_gpt.py is missing"):
         return []
     source = script.read_text(encoding="utf-8")
-    found += check_script(source)
+    code = source.encode("utf-8")
+    findings += check_script(source)
     logs = sorted(path for path in folder.glob("train_seed*.log") if re.fullmatch(r"train_seed-?\d+", path.stem))
-    found.check(logs, "there is no train_seedN.log")
-    seeds, code = [], source.encode("utf-8")
+    findings.check(logs, "there is no train_seedN.log")
+    seeds = []
     for path in logs:
-        if not (seed := read_seed(folder, path, source, found)):
+        seed = read_seed(folder, path, source, findings)
+        if seed is None:
             continue
         seeds.append(seed)
-        found.check(path.stem == f"train_seed{seed['seed']}", f"{path.name} is of SEED={seed['seed']}")
-        found.check(seed["code_bytes"] == len(code), f"{path.stem}: code_bytes is {seed['code_bytes']}, but train_gpt.py "
-                    f"has {len(code)}")
-        found.check(seed["code_sha256"] == sha256(code).hexdigest(), f"{path.stem}: code_sha256 is not train_gpt.py's")
-    numbers = [seed["seed"] for seed in seeds]
-    found.check(len(set(map(str, numbers))) == len(numbers), f"seeds are not different: {numbers}")
-    losses = [str(seed["losses"]) for seed in seeds if seed["losses"]]
-    digests = {seed["artifact_sha256"] for seed in seeds}
-    found.check(len(set(losses)) == len(losses) and len(digests) == len(seeds), "two seeds have the same training losses, "
-                "or the same artifact")
-    for seed in seeds[1:]:
-        names = [name for name, value in seeds[0]["settings"].items()
-                 if name not in SAME_RUN and seed["settings"].get(name) != value]
-        names += [name for name in SAME_PLACE if seed[name] != seeds[0][name]]
-        found.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed {numbers[0]}")
+        findings.check(path.stem == f"train_seed{seed['seed']}", f"{path.name} is of SEED={seed['seed']}")
+        findings.check(seed["code_bytes"] == len(code),
+                       f"{path.stem}: code_bytes is {seed['code_bytes']}, but train_gpt.py has {len(code)}")
+        findings.check(seed["code_sha256"] == sha256(code).hexdigest(), f"{path.stem}: code_sha256 is not train_gpt.py's")
+    check_differences(seeds, findings)
     return seeds
 
 
-def check_rules(track: dict, division: str, seeds: list[dict], found: Findings) -> None:
-    """The caps of the track, its settings, and the validation split of the division."""
-    found.check(len(seeds) >= track.get("min_seeds", 1), f"the track asks for {track.get('min_seeds')} seeds; there "
-                f"are {len(seeds)}")
-    data = track.get("divisions", {}).get(division)
-    found.check(data is not None or not track.get("divisions"),
-                f"division {division!r} is none of {', '.join(track.get('divisions', {}))}")
-    for seed in seeds:
-        name, settings = f"seed {seed['seed']}", seed["settings"]
-        limit = track.get("max_bytes", math.inf)
-        found.check(seed["bytes_total"] <= limit, f"{name}: {seed['bytes_total']} bytes of code and artifact are more than "
-                    f"{limit}")
-        # The clock is read after a step, so that the last one may end behind the cap.
-        limit = track.get("max_train_seconds", math.inf)
-        found.check(seed["last_step_began"] <= limit and settings["MAX_WALLCLOCK_SECONDS"] <= limit,
-                    f"{name}: the last step began after {seed['last_step_began']:.1f} s of training, MAX_WALLCLOCK_SECONDS="
-                    f"{settings['MAX_WALLCLOCK_SECONDS']:g}: more than {limit:g}")
-        limit = track.get("max_eval_seconds", math.inf)
-        found.check(seed["eval_seconds"] <= limit, f"{name}: {seed['eval_seconds']:.1f} s of evaluation are more than {limit:g}")
-        for key in ("world_size", "threads"):
-            limit = track.get(f"max_{key}", math.inf)
-            amount = seed[key] * (seed["world_size"] if key == "threads" else 1)
-            found.check(amount <= limit, f"{name}: {key} {amount} is more than {limit}")
-        found.check(track.get("machine", "") in seed["machine"], f"{name}: no {track.get('machine')} in what nvidia-smi says")
-        paths = [key for key, value in settings.items() if str(value).startswith(("/", "~"))]
-        found.check(not paths, f"{name}: {', '.join(paths)}: a path from the root of a machine; give it from the repository on")
-        for key, allowed in track.get("settings", {}).items():
-            found.check(settings.get(key) in allowed, f"{name}: {key}={settings.get(key)!r} is none of {allowed}")
-        found.check(not data or scored_table(data, seed) is not None, f"{name}: {seed['val_tokens']} validation tokens of "
-                    f"{seed['val_bytes']} bytes are not what the division {division!r} has for "
-                    f"TRAIN_SEQ_LEN={settings['TRAIN_SEQ_LEN']}; --counts prints a table for track.json")
+def check_differences(seeds: list[dict], findings: Findings) -> None:
+    """Seeds must be different runs of the same settings in the same place."""
+    numbers = [seed["seed"] for seed in seeds]
+    losses = {str(seed["losses"]) for seed in seeds}
+    artifacts = {seed["artifact_sha256"] for seed in seeds}
+    findings.check(len(set(numbers)) == len(seeds), f"seeds are not different: {numbers}")
+    findings.check(len(losses) == len(artifacts) == len(seeds), "two seeds have the same training losses or artifact")
+    for seed in seeds[1:]:
+        names = [name for name, value in seeds[0]["settings"].items()
+                 if name not in MAY_DIFFER_BETWEEN_SEEDS and seed["settings"].get(name) != value]
+        names += [name for name in MUST_MATCH_BETWEEN_SEEDS if seed[name] != seeds[0][name]]
+        findings.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed {numbers[0]}")
 
 
-def scored_table(division: dict, seed: dict) -> dict | None:
-    """The division's table, which is one tokenizer's, whose row for TRAIN_SEQ_LEN counts the seed's validation tokens and
-    bytes; None if there is none."""
+# ---- The script ----------------------------------------------------------------------------------------
+
+
+def programs_of(node: ast.AST, values: dict[str, list[ast.AST]]) -> set[str]:
+    """Return the names of the programs that the first argument of a subprocess call can mean; {""} if unknown."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return set(node.value.split()[:1])
+    if isinstance(node, ast.List) and node.elts:
+        return programs_of(node.elts[0], values)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "shutil.which" and node.args:
+        return programs_of(node.args[0], values)
+    if isinstance(node, ast.Name) and node.id in values:
+        return set().union(*(programs_of(value, {}) for value in values[node.id]))
+    return {""}
+
+
+@lru_cache  # many records have the same script
+def check_script(source: str) -> tuple[str, ...]:
+    """Return what is wrong with a script that must be one readable file: its length, imports, and what it could hide."""
+    lines = len(source.splitlines())
+    findings = Findings()
+    findings.check(lines < 1500, f"train_gpt.py has {lines} lines, not less than 1,500")
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return (*findings, f"train_gpt.py is not Python: {error}")
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or "."
+            imported |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    foreign = {name.split(".")[0] or "." for name in imported} - sys.stdlib_module_names - PACKAGES
+    findings.check(not foreign, f"train_gpt.py imports {', '.join(sorted(foreign))}: code that is not counted")
+    hidden = {name for name in imported if {name, name.split(".")[0]} & FORBIDDEN_MODULES}
+    values: dict[str, list[ast.AST]] = {}
+    allowed = 0
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.NamedExpr):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+    for node in nodes:
+        is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+        text = ast.unparse(node) if is_read else ""
+        if text in FORBIDDEN_NAMES | FORBIDDEN_ATTRIBUTES or text.startswith(FORBIDDEN_PREFIXES):
+            hidden.add(text)
+        if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":
+            hidden.add(f"weights_only={ast.unparse(node.value)}")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("subprocess.") and node.args:
+            allowed += programs_of(node.args[0], values) <= PROGRAMS
+    uses = sum(isinstance(node, ast.Name) and node.id == "subprocess" for node in nodes)
+    aliases = [node for node in nodes if isinstance(node, ast.alias) and node.name.startswith("subprocess") and node.asname]
+    from_subprocess = any(name.startswith("subprocess.") for name in imported)
+    if uses > allowed or aliases or from_subprocess:
+        hidden.add(f"subprocess for more than {' and '.join(sorted(PROGRAMS))}")
+    findings.check(not hidden, f"train_gpt.py uses {', '.join(sorted(hidden))}, which can hide code")
+    return tuple(findings)
+
+
+def script_difference(folder: Path, base: str) -> str:
+    """Return the unified diff from the base's train_gpt.py to the folder's; empty without a base, or if they are equal."""
+    if not base:
+        return ""
+    before = (folder.parent.parent / base / "train_gpt.py").read_text(encoding="utf-8").splitlines(keepends=True)
+    after = (folder / "train_gpt.py").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(difflib.unified_diff(before, after, f"{base}/train_gpt.py", "train_gpt.py"))
+
+
+# ---- The rules of a track ------------------------------------------------------------------------------
+
+
+def find_table(division: dict, seed: dict) -> dict | None:
+    """Return the division's table, one for each tokenizer, that has the seed's counts of validation tokens and bytes."""
+    def fits(value: int, wanted) -> bool:
+        return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
+
     for table in division["scored"].values():
         row = table.get(str(seed["settings"]["TRAIN_SEQ_LEN"]))
         if row and all(fits(seed[key], row[key]) for key in ("val_tokens", "val_bytes")):
@@ -287,233 +344,364 @@ def scored_table(division: dict, seed: dict) -> dict | None:
     return None
 
 
-def fits(value: int, wanted) -> bool:
-    """Whether a count is the wanted one, or between two where that is a pair."""
-    return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
-
-
-def significance(track: dict, seeds: list[dict], base: list[dict]) -> dict | None:
-    """One-sided t-test (Welch's, for unequal variances) that this record's mean score is lower than its base's by more
-    than the track's margin; None where either has fewer than two seeds. Nats per token are compared only where both
-    have scored the same tokens and bytes; else the margin is turned into bits per byte, and those are compared."""
-    if min(len(seeds), len(base)) < 2:
-        return None
-    from scipy import stats
-    margin, unit = track.get("margin", 0.0), track.get("unit", "bits per byte")
-    counts = {(seed["val_tokens"], seed["val_bytes"]) for seed in (*seeds, *base)}
-    if unit == "nats per token" and len(counts) > 1:
-        unit, margin = "bits per byte", margin * base[0]["val_tokens"] / math.log(2) / base[0]["val_bytes"]
-    key = "val_loss" if unit == "nats per token" else "val_bpb"
-    ours, theirs = ([seed[key] for seed in group] for group in (seeds, base))
-    result = stats.ttest_ind(ours, [value - margin for value in theirs], equal_var=False, alternative="less")
-    return {"unit": unit, "margin": margin, "difference": statistics.mean(ours) - statistics.mean(theirs),
-            "n": [len(ours), len(theirs)], "p": float(result.pvalue)}
-
-
-def claims_of(track: dict, division: str, seeds: list[dict], base: list[dict]) -> dict:
-    """All of submission.json that the logs decide: means, sample deviations, every seed, largest sizes, the settings that
-    were set, what changed against the base, the test against it, and the environment. Bits per byte of the original text
-    follow from a constant of the division's table, the original bytes per decoded byte; they are None without it."""
-    def deviation(key: str) -> float:
-        return statistics.stdev(seed[key] for seed in seeds) if len(seeds) > 1 else 0.0
-
-    def original(val_bpb: float) -> float | None:
-        return val_bpb / ratio if ratio else None
-
-    first = seeds[0]
-    rules = track.get("divisions", {}).get(division)
-    table = scored_table(rules, first) if rules else None
-    ratio = (table or {}).get("original_per_decoded_byte")
-    val_bpb = statistics.mean(seed["val_bpb"] for seed in seeds)
-    kept = ("val_loss", "val_bpb", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds", "wall_seconds",
-            "artifact_bytes", "artifact_sha256", "bytes_total", "resumed", "unique_tokens")
-    changes = {}
-    if base:
-        then, now = base[0]["settings"], first["settings"]
-        changes = {name: [then.get(name), now.get(name)] for name in sorted(then.keys() | now.keys())
-                   if name not in SAME_RUN and then.get(name) != now.get(name)}
-        if base[0]["code_sha256"] != first["code_sha256"]:
-            changes["train_gpt.py"] = [base[0]["code_sha256"][:12], first["code_sha256"][:12]]
-    return {"val_loss": statistics.mean(seed["val_loss"] for seed in seeds), "val_loss_std": deviation("val_loss"),
-            "val_bpb": val_bpb, "val_bpb_std": deviation("val_bpb"), "val_bpb_original": original(val_bpb),
-            "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
-            "script_sha256": first["code_sha256"], "parameters": first["parameters"],
-            "seeds": [seed["seed"] for seed in seeds],
-            "seed_results": {str(seed["seed"]): {**{key: seed[key] for key in kept},
-                                                 "val_bpb_original": original(seed["val_bpb"])} for seed in seeds},
-            "settings": first["given"], "changes": changes, "significance": significance(track, seeds, base),
-            "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
-
-
-def compare(claimed, computed, where: str, found: Findings) -> None:
-    """A finding for each number of a claim that is not what the logs give."""
-    if isinstance(computed, dict):
-        for key in computed:
-            if found.check(isinstance(claimed, dict) and key in claimed, f"{where}: {key} is missing"):
-                compare(claimed[key], computed[key], f"{where}: {key}", found)
-        if isinstance(claimed, dict) and (more := claimed.keys() - computed.keys()):
-            found.append(f"{where}: {', '.join(sorted(more))} is in no log")
-        return
-    number = isinstance(computed, float) and isinstance(claimed, (int, float))
-    found.check(close(claimed, computed) if number else claimed == computed,
-                f"{where} is {claimed!r}, but the logs give {computed!r}")
-
-
-def check_paths(folder: Path, found: Findings) -> None:
-    """No absolute path in what people read and what a run was told."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jsonl", ".md", ".log"):
-            text = path.read_text(encoding="utf-8").rsplit("\n" + RULE + "\n", 1)[-1]  # behind source and machine
-            hits = sorted({match[1] for line in text.splitlines() if not line.startswith("warning:")
-                           for match in ABSOLUTE.finditer(line)})
-            found.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
-
-
-def check_artifacts(folder: Path, seeds: list[dict], found: Findings) -> None:
-    """Artifacts that are there are those of the logs; small ones have to be there."""
+def check_rules(track: dict, division_name: str, seeds: list[dict], findings: Findings) -> None:
+    """Apply the limits of the track, its settings and the data of the division. Every rule of track.json is here."""
+    least = track.get("min_seeds", 1)
+    findings.check(len(seeds) >= least, f"the track asks for {least} seeds; there are {len(seeds)}")
+    divisions = track.get("divisions", {})
+    division = divisions.get(division_name)
+    findings.check(division or not divisions, f"division {division_name!r} is none of {', '.join(divisions)}")
     for seed in seeds:
-        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-        small = seed["artifact_bytes"] < 2_000_000
-        if not found.check(path.is_file() or not small, f"{path.name} is missing: artifacts under 2 MB belong into the folder"):
-            continue
-        if path.is_file():
-            data = path.read_bytes()
-            found.check(len(data) == seed["artifact_bytes"] and sha256(data).hexdigest() == seed["artifact_sha256"],
-                        f"{path.name} is not the artifact of the log: {len(data)} bytes, sha256 {sha256(data).hexdigest()}")
+        name = f"seed {seed['seed']}"
+        settings = seed["settings"]
+        amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
+                   "max_world_size": seed["world_size"], "max_threads": seed["threads"] * seed["world_size"]}
+        for rule, amount in amounts.items():
+            limit = track.get(rule, math.inf)
+            findings.check(amount <= limit, f"{name}: {rule.removeprefix('max_')} is {amount:g}, more than {limit:g}")
+        if "max_train_seconds" in track:
+            check_cap(name, seed, track["max_train_seconds"], findings)
+        machine = track.get("machine", "")
+        findings.check(machine in seed["machine"], f"{name}: nvidia-smi's output has no {machine}")
+        rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~"))]
+        findings.check(not rooted, f"{name}: {', '.join(rooted)} must be relative to the repository")
+        for key, values in track.get("settings", {}).items():
+            findings.check(settings.get(key) in values, f"{name}: {key}={settings.get(key)!r} is not one of {values}")
+        if division:
+            check_division(name, seed, division, division_name, findings)
 
 
-def check_data(settings: dict, division: dict, found: Findings) -> None:
-    """Validation shards and tokenizer are those that the division pins, where it pins some."""
-    data_path, tokenizer = ROOT / settings["DATA_PATH"], ROOT / settings["TOKENIZER_PATH"]
-    shards = [path for path in sorted(data_path.glob("*_val_*.bin")) if "_val_bytes_" not in path.name]
-    digests = [sha256(path.read_bytes()).hexdigest() for path in shards]
-    pinned = [table for table in division.get("scored", {}).values() if "val_shards_sha256" in table]
-    table = next((table for table in pinned if table["val_shards_sha256"] == digests), {})
-    found.check(table or not pinned, f"{settings['DATA_PATH']} has other validation shards than the division: {digests}")
-    if tokenizer.is_file() and "tokenizer_sha256" in table:
-        found.check(sha256(tokenizer.read_bytes()).hexdigest() == table["tokenizer_sha256"],
-                    f"{settings['TOKENIZER_PATH']} is another tokenizer than the division's")
+def check_cap(name: str, seed: dict, limit: float, findings: Findings) -> None:
+    """The training clock must have a cap, and must have stopped at it."""
+    cap = seed["settings"]["MAX_WALLCLOCK_SECONDS"]
+    findings.check(0 < cap <= limit, f"{name}: MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and at most {limit:g}")
+    slack = seed["train_seconds"] / max(1, seed["steps"]) + LAST_MS / 1000
+    findings.check(seed["train_seconds"] <= limit + slack, f"{name}: {seed['train_seconds']:.1f} s of training are more "
+                   f"than {limit:g} s and {slack:.1f} s for the last step")
 
 
-def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, found: Findings) -> str:
-    """Scores an artifact in a fresh process, by the folder's train_gpt.py with the log's settings; returns a line."""
-    check_data(seed["settings"], division, found)
-    artifact = artifacts / f"artifact_seed{seed['seed']}.int8.ptz"
-    if not found.check(artifact.is_file(), f"{artifact.name} is not in {artifacts.name}: not scored; --artifacts DIR has it?"):
-        return f"seed {seed['seed']}: not scored"
-    found.check(sha256(artifact.read_bytes()).hexdigest() == seed["artifact_sha256"],
-                f"{artifact.name} is not the log's artifact")
-    with tempfile.TemporaryDirectory() as place:
-        # One step of training, so that the model is compiled as it was.
-        changes = {"ITERATIONS": 1, "INIT_FROM": artifact.resolve(), "OUT_DIR": "out", "RUN_ID": "rerun", "WARMUP_STEPS": 0,
-                   "RESUME": "", "CHECKPOINT_EVERY": "0", "CHECKPOINT_DIR": "", "VAL_LOSS_EVERY": 1, "TRACKERS": ""}
-        given = {name: changes.get(name, value) for name, value in seed["settings"].items()}
-        for name in ("DATA_PATH", "TOKENIZER_PATH"):
-            if Path(ROOT, given[name]).exists():
-                given[name] = ROOT / given[name]
-        arguments = [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in given.items()]
-        clean = {name: value for name, value in os.environ.items() if name not in given}
-        result = subprocess.run([sys.executable, (folder / "train_gpt.py").resolve(), *arguments], cwd=place, env=clean,
-                                capture_output=True, text=True, check=False)
-        log = Path(place, "logs", "rerun.jsonl")
-        events = read_events(log) if log.is_file() else []
-        scored = next((event for event in events if event["event"] == "val" and event["step"] == 0), None)
-    if not found.check(scored is not None, f"seed {seed['seed']}: the rerun failed: {(result.stderr or result.stdout)[-300:]}"):
-        return f"seed {seed['seed']}: not scored"
-    difference = scored["val_bpb"] - seed["val_bpb"]
-    found.check(abs(difference) <= RERUN_TOLERANCE, f"seed {seed['seed']}: the artifact scores {scored['val_bpb']:.8f}, not "
-                f"{seed['val_bpb']:.8f}")
-    return f"seed {seed['seed']}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, {difference:+.1e}"
+def check_division(name: str, seed: dict, division: dict, division_name: str, findings: Findings) -> None:
+    """The run must have scored the division's validation split, and trained on its training split where it is pinned."""
+    table = find_table(division, seed)
+    length = seed["settings"]["TRAIN_SEQ_LEN"]
+    if not findings.check(table is not None, f"{name}: {seed['val_tokens']} validation tokens of {seed['val_bytes']} bytes "
+                          f"are not those of the division {division_name!r} for TRAIN_SEQ_LEN={length}"):
+        return
+    for split in ("train", "val"):
+        pinned = table.get(f"{split}_shards_sha256")
+        logged = [digest for file, digest in seed["data_sha256"].items() if f"_{split}_" in file]
+        if pinned and (seed["data_sha256"] or "train_shards_sha256" in table):
+            findings.check(logged == pinned, f"{name}: the {split} shards that the log names are not those of the division")
 
 
-def check_base(folder: Path, said: dict, found: Findings) -> list[dict]:
-    """The seeds of the record that this one is compared with: one of the same track and division, itself without findings."""
-    place = folder.parent.parent / said["base"]
-    if not said["base"]:
+def other_seeds(folder: Path, other: str, what: str, division: str, findings: Findings) -> list[dict]:
+    """Return the seeds of another record of the same track and division, which must not be refused itself."""
+    place = folder.parent.parent / other
+    is_record = re.fullmatch(rf"{re.escape(folder.parent.name)}/{FOLDER_NAME.pattern}", other) and place != folder
+    if not findings.check(is_record and (place / "submission.json").is_file(), f"{what} {other!r} is not another record of "
+                          f"this track (example: {folder.parent.name}/2026-01-31_Name)"):
         return []
-    if not found.check(re.fullmatch(rf"{re.escape(folder.parent.name)}/{FOLDER.pattern}", said["base"])
-                       and (place / "submission.json").is_file() and place != folder,
-                       f"base {said['base']!r} is no other record of this track, as {folder.parent.name}/2026-01-31_Name is"):
-        return []
-    theirs = json.loads((place / "submission.json").read_text(encoding="utf-8"))
-    found.check(theirs["division"] == said["division"], f"base {said['base']} is of the division {theirs['division']!r}")
+    theirs = load_json(place / "submission.json")["division"]
+    findings.check(theirs == division, f"{what} {other} is of the division {theirs!r}")
     broken = Findings()
     seeds = read_folder(place, broken)
-    found.check(not broken and seeds, f"base {said['base']} is refused itself: {'; '.join(broken)[:300]}")
+    findings.check(not broken and seeds, f"{what} {other} is refused itself: {'; '.join(broken)[:300]}")
+    add_original_scores(load_track(place), division, seeds)
     return seeds
 
 
-def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
-    """Findings and lines to print about one record folder."""
-    found, notes, track = Findings(), [], load_track(folder)
-    found.check(FOLDER.fullmatch(folder.name), f"{folder.name} is no DATE_Name, as 2026-01-31_Wider is")
-    seeds = read_folder(folder, found)
-    try:
-        said = json.loads((folder / "submission.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        found.append(f"submission.json cannot be read: {error}")
-        return found, notes
-    for key, kind in CLAIMS.items():
-        number = isinstance(said.get(key), int) and not isinstance(said.get(key), bool) and kind is float
-        found.check(isinstance(said.get(key), kind) or number, f"submission.json: {key} is no {kind.__name__}")
-    if found or not seeds:
-        return found, notes
-    found.check(said["track"] == folder.parent.name and folder.name == f"{said['date']}_{said['name']}",
-                f"submission.json is of {said['track']}/{said['date']}_{said['name']}, not of {folder.parent.name}/{folder.name}")
-    for key in ("name", "author", "github_id", "date", "division", "base", "hardware", "command"):
-        found.check(not UNSAFE.search(said[key]), f"submission.json: {key} has a line end, or one of | < >")
-    computed = claims_of(track, said["division"], seeds, check_base(folder, said, found))
-    for key, value in computed.items():
-        compare(said.get(key), value, f"submission.json: {key}", found)
-    check_rules(track, said["division"], seeds, found)
-    check_paths(folder, found)
-    check_artifacts(folder, seeds, found)
+def add_original_scores(track: dict, division: str, seeds: list[dict]) -> None:
+    """Set val_bpb_original, bits per byte of the original text, by the constant of the division's tokenizer; None without."""
+    rules = track.get("divisions", {}).get(division)
+    for seed in seeds:
+        table = find_table(rules, seed) if rules else None
+        ratio = (table or {}).get("original_per_decoded_byte")
+        seed["val_bpb_original"] = seed["val_bpb"] / ratio if ratio else None
+
+
+# ---- Claims ----------------------------------------------------------------------------------------------
+
+
+def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findings) -> dict:
+    """Return everything in submission.json that the logs decide."""
+    track = load_track(folder)
+    division = authored["division"]
+    add_original_scores(track, division, seeds)
+    base = other_seeds(folder, authored["base"], "base", division, findings) if authored["base"] else []
+    best = find_incumbent(folder, authored)
+    incumbent = f"{folder.parent.name}/{best['date']}_{best['name']}" if best else ""
+    rivals = other_seeds(folder, incumbent, "incumbent", division, findings) if incumbent else []
+    against = compare_scores(track, seeds, rivals)
+    first = seeds[0]
+    per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
+                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed",
+                "unique_tokens")
+    claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
+    claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
+    originals = [seed["val_bpb_original"] for seed in seeds]
+    return {
+        **claims, "val_bpb_original": None if None in originals else statistics.mean(originals),
+        "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
+        "script_sha256": first["code_sha256"], "parameters": first["parameters"],
+        "seeds": [seed["seed"] for seed in seeds],
+        "seed_results": {str(seed["seed"]): {key: seed[key] for key in per_seed} for seed in seeds},
+        "settings": first["overrides"], "changes": changes(base, first), "significance": compare_scores(track, seeds, base),
+        "incumbent": incumbent, "against_incumbent": against,
+        "is_best": not incumbent or (against is not None and against["p"] < track.get("p", 0.01)),
+        "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+
+
+def changes(base: list[dict], seed: dict) -> dict[str, list]:
+    """Return the settings, and the script's digest, that differ from the base: name, old value, new value."""
+    if not base:
+        return {}
+    old = base[0]["settings"]
+    new = seed["settings"]
+    names = sorted((old.keys() | new.keys()) - MAY_DIFFER_BETWEEN_SEEDS)
+    result = {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
+    if base[0]["code_sha256"] != seed["code_sha256"]:
+        result["train_gpt.py"] = [base[0]["code_sha256"][:12], seed["code_sha256"][:12]]
+    return result
+
+
+def compare_claims(claimed: object, computed: object, where: str, findings: Findings) -> None:
+    """Add a finding for each number of a claim that the logs do not give."""
+    if isinstance(computed, dict):
+        claimed = claimed if isinstance(claimed, dict) else {}
+        for key in computed:
+            if findings.check(key in claimed, f"{where}: {key} is missing"):
+                compare_claims(claimed[key], computed[key], f"{where}: {key}", findings)
+        more = sorted(claimed.keys() - computed.keys())
+        findings.check(not more, f"{where}: {', '.join(more)} is not in the logs")
+        return
+    are_numbers = isinstance(computed, float) and isinstance(claimed, int | float)
+    equal = is_close(claimed, computed, ROUNDING) if are_numbers else claimed == computed
+    findings.check(equal, f"{where} is {claimed!r}, but the logs give {computed!r}")
+
+
+def describe_test(test: dict) -> str:
+    """Return a difference and its test in words."""
+    return (f"{test['difference']:+.5f} {test['unit']}; one-sided Welch t-test of {test['n'][0]} against {test['n'][1]} "
+            f"seeds for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+
+
+def render(claims: dict, difference: str) -> str:
+    """Return README.md up to its notes, from submission.json and the script's difference to the base."""
+    results = {seed: claims["seed_results"][str(seed)] for seed in claims["seeds"]}
+    original = claims["val_bpb_original"]
+    lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", ""]
+    text = (f"Mean of {len(results)} seeds, sample deviation {claims['val_bpb_std']:.4f} bits per byte; "
+            f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of the artifact as "
+            f"read back from its file. At most {claims['bytes_total']:,} bytes, {claims['bytes_code']:,} of them code; "
+            f"{claims['parameters']:,} parameters.")
+    if original not in (None, claims["val_bpb"]):
+        text += (f" The tokenizer changes the text: {claims['val_bpb']:.4f} bits per byte of the text as tokenized, which "
+                 f"is the published convention, and {original:.4f} per byte of the original text.")
+    lines += [text, "", claims["blurb"], "",
+              "| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | total, s | artifact, bytes | "
+              "with code |",
+              "|---|---|---|---|---|---|---|---|---|---|"]
+    lines += [f"| {seed} | {r['val_bpb']:.5f} | {r['val_bpb_before_export']:.5f} | {r['val_loss']:.5f} | {r['steps']:,} | "
+              f"{r['train_seconds']:.1f} | {r['eval_seconds']:.1f} | {r['wall_seconds']:.1f} | {r['artifact_bytes']:,} | "
+              f"{r['bytes_total']:,} |" for seed, r in results.items()]
+    resumed = [str(seed) for seed, r in results.items() if r["resumed"]]
+    lines += ["", f"Resumed: {', '.join(resumed)}."] if resumed else []
+    lines += ["", "![curves of the seeds](curve.png)", "", "## The best before it", claims["incumbent"] or "None."]
+    lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []
+    lines += ["", "This is a new best." if claims["is_best"] else "This is not a new best."]
+    lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
+    is_repeated = claims["base"] == claims["incumbent"]
+    lines += [describe_test(claims["significance"]), ""] if claims["significance"] and not is_repeated else [""]
+    if claims["base"]:
+        lines += ["| | base | this record |", "|---|---|---|"]
+        lines += [f"| {name} | {old} | {new} |" for name, (old, new) in claims["changes"].items()]
+        changed = sum(line.startswith(("+", "-")) for line in difference.splitlines()) - 2
+        lines += ["", f"`train_gpt.py`: {changed} lines differ, see `script.diff`." if difference else
+                  "`train_gpt.py`: unchanged."]
+    else:
+        lines += ["| | this record |", "|---|---|"]
+        lines += [f"| {name} | {value} |" for name, value in claims["settings"].items()]
+    environment = claims["environment"]
+    processes = f"{environment['world_size']} process{'es' if environment['world_size'] > 1 else ''}"
+    lines += ["", "## Command", "", f"    {claims['command']}", "", "## Environment",
+              f"{claims['hardware']}; {processes}, {environment['threads']} threads each; Python {environment['python']}, "
+              f"PyTorch {environment['torch']}. Division: {claims['division'] or 'none'}."]
+    return "\n".join(lines) + "\n" + NOTES
+
+
+# ---- The folder ------------------------------------------------------------------------------------------
+
+
+def check_files(folder: Path, seeds: list[dict], findings: Findings) -> None:
+    """The folder must have its files and no others; artifacts must be those of the logs, and small ones must be there."""
+    for path in sorted(folder.iterdir()):
+        known = path.name in OTHER_FILES or SEED_FILE.fullmatch(path.name)
+        findings.check(known and path.is_file() and not path.is_symlink(), f"{path.name} does not belong in a record")
     for name in ("README.md", "curve.png"):
-        found.check((folder / name).is_file(), f"{name} is missing")
-    from submit import render
-    readme = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").is_file() else ""
-    if not found:
-        found.check(readme.startswith(render(said)), "README.md: what stands above its notes is not what submission.json "
-                    "gives; records/submit.py --again writes it anew")
-    notes.append(f"{computed['val_bpb']:.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {len(seeds)} seeds, "
-                 f"{computed['bytes_total']:,} bytes at most; training "
-                 + ", ".join(f"{seed['train_seconds']:.1f}" for seed in seeds) + " s, evaluation "
-                 + ", ".join(f"{seed['eval_seconds']:.1f}" for seed in seeds) + " s, all in "
-                 + ", ".join(f"{seed['wall_seconds']:.0f}" for seed in seeds) + " s")
-    if test := computed["significance"]:
-        limit = track.get("p", 0.01)
-        notes.append(f"against {said['base']}: {test['difference']:+.5f} {test['unit']}, margin {test['margin']:g}, one-sided "
-                     f"Welch t-test p = {test['p']:.2g}: {'significant' if test['p'] < limit else 'not significant'} at {limit}")
+        findings.check((folder / name).is_file(), f"{name} is missing")
+    for seed in seeds:
+        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
+        if path.is_file():
+            data = path.read_bytes()
+            digest = sha256(data).hexdigest()
+            findings.check(len(data) == seed["artifact_bytes"] and digest == seed["artifact_sha256"],
+                           f"{path.name} is not the artifact of the log: {len(data)} bytes, sha256 {digest}")
+        else:
+            findings.check(seed["artifact_bytes"] >= SMALL_ARTIFACT, f"{path.name} is missing: artifacts under 2 MB belong "
+                           "in the folder")
+
+
+def check_paths(folder: Path, findings: Findings) -> None:
+    """Nothing that people read, and no setting, may have an absolute path."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jsonl", ".md", ".log"):
+            text = path.read_text(encoding="utf-8").rsplit("\n" + RULE + "\n", 1)[-1]  # after the source and the machine
+            lines = [line for line in text.splitlines() if not line.startswith("warning:")]
+            hits = sorted({match[1] for line in lines for match in ABSOLUTE_PATH.finditer(line)})
+            findings.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
+
+
+def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
+    """README.md and script.diff must be what submission.json and the scripts give."""
+    difference = script_difference(folder, submission["base"])
+    stored = folder / "script.diff"
+    text = stored.read_text(encoding="utf-8") if stored.is_file() else ""
+    findings.check(text == difference, "script.diff is not the difference between the base's train_gpt.py and this one")
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    findings.check(text.startswith(render(submission, difference)), "README.md: the part above the notes does not follow "
+                   "from submission.json; records/submit.py --again writes it anew")
+
+
+# ---- Scoring again ---------------------------------------------------------------------------------------
+
+
+def check_data(settings: dict, division: dict, findings: Findings) -> None:
+    """The shards and the tokenizer on this disk must be those that the division pins."""
+    data_path = ROOT / settings["DATA_PATH"]
+    tokenizer = ROOT / settings["TOKENIZER_PATH"]
+    tables = [table for table in division.get("scored", {}).values() if "val_shards_sha256" in table]
+    digests = {}
+    for split in ("train", "val"):
+        paths = [path for path in sorted(data_path.glob(f"*_{split}_*.bin")) if "_val_bytes_" not in path.name]
+        digests[split] = [sha256(path.read_bytes()).hexdigest() for path in paths]
+    table = next((table for table in tables if table["val_shards_sha256"] == digests["val"]), {})
+    findings.check(table or not tables, f"{settings['DATA_PATH']} has other validation shards than the division")
+    pinned = table.get("train_shards_sha256", digests["train"])
+    findings.check(pinned == digests["train"], f"{settings['DATA_PATH']} has other training shards than the division")
+    if tokenizer.is_file() and "tokenizer_sha256" in table:
+        findings.check(sha256(tokenizer.read_bytes()).hexdigest() == table["tokenizer_sha256"],
+                       f"{settings['TOKENIZER_PATH']} is not the division's tokenizer")
+
+
+def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, findings: Findings) -> str:
+    """Score an artifact in a new process with the folder's train_gpt.py and the log's settings; return a line about it."""
+    number = seed["seed"]
+    check_data(seed["settings"], division, findings)
+    artifact = artifacts / f"artifact_seed{number}.int8.ptz"
+    if not findings.check(artifact.is_file(), f"seed {number}: {artifact.name} is not in {artifacts.name}; --artifacts DIR "
+                          "names its folder"):
+        return f"seed {number}: not scored"
+    findings.check(sha256(artifact.read_bytes()).hexdigest() == seed["artifact_sha256"],
+                   f"{artifact.name} is not the log's artifact")
+    name = secrets.token_hex(8)  # that the script cannot know, so that it cannot behave otherwise here
+    settings = {key: setting_text(value) for key, value in seed["overrides"].items()}
+    settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
+                 "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
+    for key in ("DATA_PATH", "TOKENIZER_PATH"):
+        if key in settings and Path(ROOT, settings[key]).exists():
+            settings[key] = str(ROOT / settings[key])
+    kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "TIKTOKEN_CACHE_DIR")
+    environment = {key: os.environ[key] for key in kept if key in os.environ}
+    environment["OMP_NUM_THREADS"] = str(seed["threads"])
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, str((folder / "train_gpt.py").resolve())]
+        command += [f"{key}={text}" for key, text in settings.items()]
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+        log = Path(place, "logs", f"{name}.jsonl")
+        events = read_events(log) if log.is_file() else []
+    scored = next((event for event in events if event["event"] == "val"), None)
+    if not findings.check(scored is not None, f"seed {number}: scoring failed: {(result.stderr or result.stdout)[-300:]}"):
+        return f"seed {number}: not scored"
+    difference = scored["val_bpb"] - seed["val_bpb"]
+    findings.check(abs(difference) <= RERUN_BPB,
+                   f"seed {number}: the artifact scores {scored['val_bpb']:.8f}, not {seed['val_bpb']:.8f}")
+    return f"seed {number}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, {difference:+.1e}"
+
+
+# ---- Records and ladders ---------------------------------------------------------------------------------
+
+
+def read_submission(folder: Path, findings: Findings) -> dict:
+    """Return submission.json, with what its author says checked for types and place."""
+    try:
+        submission = load_json(folder / "submission.json")
+        authored = {key: submission.get(key, "") for key in AUTHORED}
+    except (OSError, ValueError, AttributeError) as error:
+        findings.append(f"submission.json cannot be read: {error}")
+        return {}
+    for key, value in authored.items():
+        if findings.check(isinstance(value, str), f"submission.json: {key} is not text") and key != "blurb":
+            findings.check(not UNSAFE.search(value), f"submission.json: {key} has a line end, or one of | < >")
+    place = f"{authored['track']}/{authored['date']}_{authored['name']}"
+    findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json is of {place}, not of "
+                   f"{folder.parent.name}/{folder.name}")
+    submitted = authored["submitted"]
+    findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),
+                   f"submission.json: submitted {submitted!r} is not on the date {authored['date']}")
+    return submission
+
+
+def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
+    """Return the findings and lines to print about one record folder. `again` scores its artifacts."""
+    findings = Findings()
+    track = load_track(folder)
+    findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
+    seeds = read_folder(folder, findings)
+    submission = read_submission(folder, findings)
+    if findings or not seeds:
+        return findings, []
+    computed = make_claims(folder, submission, seeds, findings)
+    for key, value in computed.items():
+        compare_claims(submission.get(key), value, f"submission.json: {key}", findings)
+    unknown = sorted(submission.keys() - computed.keys() - AUTHORED.keys())
+    findings.check(not unknown, f"submission.json: {', '.join(unknown)} is not a claim that can be checked")
+    check_rules(track, submission["division"], seeds, findings)
+    check_files(folder, seeds, findings)
+    check_paths(folder, findings)
+    if not findings:
+        check_texts(folder, submission, findings)
+    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {len(seeds)} seeds, at most "
+             f"{computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
+    tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
+    notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again:
-        division = track.get("divisions", {}).get(said["division"], {})
-        notes += [rerun(folder, seed, division, artifacts or folder, found) for seed in seeds]
-    return found, notes
+        division = track.get("divisions", {}).get(submission["division"], {})
+        notes += [rerun(folder, seed, division, artifacts or folder, findings) for seed in seeds]
+    return findings, notes
 
 
 def verify_ladder(folder: Path) -> tuple[Findings, list[str]]:
-    """A ladder's README.md is the report of its logs, which have run with what the rungs set."""
-    from ladder import check_rungs, report
-    found = Findings(check_rungs(folder))
-    found.check((folder / "README.md").read_text(encoding="utf-8") == report(folder),
-                "README.md is not what the logs give; records/ladder.py --report FOLDER prints that")
-    check_paths(folder, found)
-    return found, []
+    """Return the findings about a ladder: its logs must have run what the rungs set, and its README.md must follow."""
+    findings = Findings(ladder.check_rungs(folder))
+    findings.check((folder / "README.md").read_text(encoding="utf-8") == ladder.report(folder),
+                   "README.md does not follow from the logs; records/ladder.py --report FOLDER prints it")
+    check_paths(folder, findings)
+    return findings, []
 
 
-def record_folders() -> list[Path]:
-    """All folders of all tracks."""
-    return sorted(path for track in (ROOT / "records").glob("track_*") for path in track.iterdir() if path.is_dir())
-
-
-def print_counts(options) -> None:
-    """A table of a division, as track.json has it, computed from a data set."""
+def print_counts(data_path: Path, tokenizer: str, lengths: list[int]) -> None:
+    """Print a table of a division, as track.json has it, from a data set that data/prepare.py made."""
     sys.path.insert(0, str(ROOT))
     import train_gpt
-    manifest = json.loads((options.counts / "manifest.json").read_text(encoding="utf-8"))
-    split = manifest["splits"]["val"]
-    table = {"original_per_decoded_byte": split["bytes"] / split["decoded_bytes"]}
-    for length in map(int, options.lengths.split(",")):
-        config = train_gpt.Config(data_path=str(options.counts), tokenizer_path=options.tokenizer, train_seq_len=length,
+    manifest = load_json(data_path / "manifest.json")
+    splits = manifest["splits"]
+    table = {"tokenizer_sha256": manifest["tokenizer"]["sha256"],
+             "original_per_decoded_byte": splits["val"]["bytes"] / splits["val"]["decoded_bytes"]}
+    for split in ("train", "val"):
+        table[f"{split}_shards_sha256"] = [shard["sha256"] for shard in splits[split]["shards"]]
+    for length in lengths:
+        config = train_gpt.Config(data_path=str(data_path), tokenizer_path=tokenizer, train_seq_len=length,
                                   vocab_size=manifest["tokenizer"]["vocab_size"])
         _, tokens, byte_count = train_gpt.load_validation(config)
         table[str(length)] = {"val_tokens": len(tokens) - 1, "val_bytes": byte_count}
@@ -524,28 +712,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
-    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="where artifacts lie that are too large for the folder")
+    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="folder of artifacts that are too large for git")
     parser.add_argument("--counts", type=Path, metavar="DATA_PATH", help="print a table of track.json")
     parser.add_argument("--tokenizer", help="TOKENIZER_PATH for --counts")
-    parser.add_argument("--lengths", default="256,512,1024,2048,4096", help="TRAIN_SEQ_LENs for --counts")
+    parser.add_argument("--lengths", default="128,256,512,1024,2048,4096", help="TRAIN_SEQ_LENs for --counts")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
     if options.counts:
-        print_counts(options)
+        print_counts(options.counts, options.tokenizer, [int(text) for text in options.lengths.split(",")])
         return
-    wrong = 0
-    for folder in options.folders or record_folders():
+    missing = [package for package in ("scipy", "matplotlib") if not find_spec(package)]
+    if missing:
+        sys.exit(f"verify.py: {' and '.join(missing)} must be installed: pip install -r requirements-dev.txt")
+    refused = 0
+    for folder in options.folders or record_folders(ROOT / "records"):
+        folder = folder.resolve()
         try:
-            is_ladder = folder.resolve().parent.name == "track_speedup_ladder"
-            found, notes = verify_ladder(folder) if is_ladder else verify_record(
-                folder.resolve(), options.rerun, options.artifacts)
-        except Exception as error:  # one folder must not keep others from being looked at
-            found, notes = Findings([f"{type(error).__name__}: {error}"]), []
-        print(f"{folder}: {'refused' if found else 'fine'}")
-        for line in (*notes, *(f"REFUSED: {finding}" for finding in found)):
+            if folder.parent.name == "track_speedup_ladder":
+                findings, notes = verify_ladder(folder)
+            else:
+                findings, notes = verify_record(folder, options.rerun, options.artifacts)
+        except Exception as error:  # one folder must not hide the others
+            findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
+        print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
+        for line in (*notes, *(f"REFUSED: {finding}" for finding in findings)):
             print("   ", line)
-        wrong += bool(found)
-    sys.exit(1 if wrong else 0)
+        refused += bool(findings)
+    sys.exit(1 if refused else 0)
 
 
 if __name__ == "__main__":

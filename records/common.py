@@ -1,0 +1,145 @@
+"""What the scripts of records/ share: folders, tracks, logs and statistics. It imports none of them."""
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RULE = "=" * 100  # divides source, machine and lines in a text log
+FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
+ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
+UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
+# Settings that do not change what is trained, so that the seeds of a record may differ in them. Older scripts had
+# CHECKPOINT_DIR and TRACKERS.
+MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
+                            "KEEP_CHECKPOINTS", "TRACKERS"}
+
+
+class Findings(list):
+    """The reasons for which a folder is refused, as lines of text."""
+
+    def check(self, holds: object, text: str) -> bool:
+        """Add `text` unless `holds`; return whether it holds."""
+        if not holds:
+            self.append(text)
+        return bool(holds)
+
+
+def is_close(a: float, b: float, tolerance: float = 1e-9) -> bool:
+    """Whether two finite numbers are equal up to `tolerance`, relative above 1 and absolute below."""
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
+
+
+def load_json(path: Path):
+    """Parse a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_track(folder: Path) -> dict:
+    """Return the rules of the track that a record folder is in. Raises ValueError if it is in none."""
+    path = folder.parent / "track.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not in a track: {path} is missing")
+    return load_json(path)
+
+
+def record_folders(records: Path) -> list[Path]:
+    """Return the folders of all tracks."""
+    return sorted(path for track in records.glob("track_*") for path in track.iterdir() if path.is_dir())
+
+
+def read_events(path: Path) -> list[dict]:
+    """Return the events of a .jsonl log, without a last line that was cut off."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines[:-1]]
+    with suppress(ValueError):
+        events += [json.loads(line) for line in lines[-1:]]
+    return events
+
+
+def setting_text(value: object) -> str:
+    """Return a setting of a log as the text that train_gpt.py reads."""
+    return str(int(value) if isinstance(value, bool) else value)
+
+
+def launcher(ranks: int) -> list[str]:
+    """Return the command that starts a Python script with this many processes on this machine."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+
+def hardware() -> str:
+    """Return the name of the machine: its GPUs if it has some, else its CPU and cores."""
+    if command := shutil.which("nvidia-smi"):
+        arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
+        output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
+        names = [line.strip() for line in output.splitlines() if line.strip()]
+        if names:
+            return f"{len(names)}x {names[0]}"
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        match = re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))
+        model = match[1] if match else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} cores of {model}"
+
+
+def deviation(values: list[float]) -> float:
+    """Return the sample standard deviation; 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def score(result: dict) -> float:
+    """Return the bits per byte that rank a record or a seed: of the original text where that is known."""
+    original = result.get("val_bpb_original")
+    return result["val_bpb"] if original is None else original
+
+
+def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | None:
+    """Test whether our mean score is lower than theirs by more than the track's margin: a one-sided t-test of Welch's kind,
+    for unequal variances. Return unit, margin, difference, numbers of seeds and p; None with fewer than two seeds on a side.
+
+    A track in nats per token compares them only where both sides scored the same tokens and bytes. Otherwise the
+    margin is converted to bits per byte, and those are compared."""
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    from scipy import stats
+    margin = track.get("margin", 0.0)
+    unit = track.get("unit", "bits per byte")
+    counts = {(seed["val_tokens"], seed["val_bytes"]) for seed in (*ours, *theirs)}
+    if unit == "nats per token" and len(counts) > 1:
+        unit = "bits per byte"
+        margin *= theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
+    value_of = score if unit == "bits per byte" else lambda seed: seed["val_loss"]
+    our_values = [value_of(seed) for seed in ours]
+    their_values = [value_of(seed) for seed in theirs]
+    shifted = [value - margin for value in their_values]
+    test = stats.ttest_ind(our_values, shifted, equal_var=False, alternative="less")
+    return {"unit": unit, "margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
+            "difference": statistics.mean(our_values) - statistics.mean(their_values)}
+
+
+def order_of(submission: dict) -> tuple[str, str, str]:
+    """Return what orders records in time: the date, the time of submission (older records have none), the name."""
+    return submission["date"], submission.get("submitted", ""), submission["name"]
+
+
+def find_incumbent(folder: Path, submission: dict) -> dict | None:
+    """Return the submission of the best record of the same track and division that came before this one, or None."""
+    earlier = []
+    for path in folder.parent.glob("*/submission.json"):
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # of a folder that is refused itself
+            other = load_json(path)
+            if other["division"] == submission["division"] and order_of(other) < order_of(submission):
+                earlier.append(other)
+    return min(earlier, key=lambda other: (score(other), order_of(other)), default=None)
