@@ -1,304 +1,279 @@
-"""Measure how fast train_gpt.py is, alone or in turn with another commit.
+"""Compare the speed of train_gpt.py between commits, by what its logs say.
 
-    python records/bench.py                                      the configurations of this device
-    python records/bench.py cpu-small --against HEAD~3           two commits, A B A B
-    python records/bench.py gpu-default --ranks 8 COMPILE=0      eight processes, other settings
+    python records/bench.py                                  this checkout, in the device's configurations
+    python records/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
+    python records/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
+    python records/bench.py cpu-small --phases               also the phases of a step of this checkout
 
-Every measurement is a fresh process on random tokens: no data set is needed. Whole steps are timed
-first, and undisturbed; the phases come from further steps, in which the device is waited for after
-each one. MFU is against the rate of a large matrix product that the same process measures.
+Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
+commit since 8d04a07. Each commit has its own compiler cache, which is empty at the first start.
 """
+
 import argparse
-import io
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-import types
+from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, hardware, launcher, read_events
+
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
-          "OUT_DIR=out DATA_PATH=tokens TOKENIZER_PATH=bench.model")
-CONFIGURATIONS = {  # settings, whole steps that are timed, tokens of validation
+          "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")
+CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
     "gpu-124M": ("NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 "
-                 "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VAL_BATCH_SIZE=65536 GRAD_ACCUM_STEPS=1", 50, 1 << 20)}
-PHASES = ("load", "forward", "backward", "synchronise", "optimizer")
-PHASE_STEPS = 2
+                 "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VAL_BATCH_SIZE=65536 GRAD_ACCUM_STEPS=1",
+                 50, 1 << 20)}
+ROWS = {  # key of a measurement: title, digits
+    "tokens_per_s": ("training, tokens/s", 0), "val_tokens_per_s": ("validation, tokens/s", 0),
+    "export_s": ("export, s", 2), "peak_mib": ("peak memory, MiB", 0),
+    "artifact_bytes": ("artifact, bytes", 0), "first_start_s": ("first start to first step, s", 1),
+    "later_start_s": ("later starts to first step, s", 1)}
 
 
-class Tokenizer:
-    """Stands in for SentencePiece's processor: a vocabulary of any size, of one letter a token."""
-
-    def __init__(self, model_file):
-        self.size = int(os.environ["BENCH_VOCABULARY"])
-
-    def vocab_size(self):
-        return self.size
-
-    def bos_id(self):
-        return 1
-
-    def encode(self, text, out_type):
-        return ["\u2581a"]
-
-    def id_to_piece(self, i):
-        return "a"
-
-    def is_control(self, i):
-        return i == 1
-
-    def is_unknown(self, i):
-        return i == 0
-
-    is_unused = is_byte = lambda self, i: False
-
-
-def write_tokens(folder: Path, vocabulary: int, train: int, val: int) -> None:
-    """Two shards of random tokens."""
+def write_data(folder: Path, vocab_size: int, val_tokens: int) -> None:
+    """Write shards of random tokens and a vocabulary. Commits before d778ae4 read its "chars", later ones its
+    "tokens"."""
     import numpy as np
     folder.mkdir()
-    for split, count in (("train", train), ("val", val + 1)):
+    for split, count in (("train", 1 << 23), ("val", val_tokens + 1)):
         header = np.zeros(256, dtype="<i4")
-        header[:3] = 20240520, 1, count
-        tokens = np.random.default_rng(count).integers(0, vocabulary, count, dtype=np.uint16)
-        (folder / f"bench_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        header[:3] = (20240520, 1, count)
+        tokens = np.random.default_rng(count).integers(0, vocab_size, count, dtype=np.uint16)
+        (folder / f"random_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    vocabulary = {"kind": "char", "chars": ["a"] * (vocab_size - 260), "tokens": ["a"] * vocab_size}
+    (folder / "vocabulary.json").write_text(json.dumps(vocabulary), encoding="utf-8")
 
 
-class Meter:
-    """Times the parts of a run of another module, whatever their insides are. The clock of whole steps starts behind
-    the first `skip` of them: on a GPU the trainer waits for each of the first ten, to log it."""
-
-    def __init__(self, steps: int, skip: int = 0):
-        self.result, self.phases, self.inner = {}, dict.fromkeys(PHASES, 0.0), [0.0]
-        self.calls, self.steps, self.skip, self.counts = 0, steps, skip, False
-
-    def now(self) -> float:
-        import torch
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def phase(self, name: str, function):
-        """The function, timed without what is timed inside of it."""
-        def timed(*args, **kwargs):
-            if not self.counts:
-                return function(*args, **kwargs)
-            start = self.now()
-            self.inner.append(0.0)
-            value = function(*args, **kwargs)
-            spent = self.now() - start
-            self.phases[name] += spent - self.inner.pop()
-            self.inner[-1] += spent
-            return value
-        return timed
-
-    def whole(self, name: str, function, count=lambda *args: None):
-        """The function; its time goes to `name` of the result, as a list of one entry a call."""
-        def timed(*args, **kwargs):
-            start = self.now()
-            value = function(*args, **kwargs)
-            self.result.setdefault(name, []).append(self.now() - start)
-            count(*args)
-            return value
-        return timed
-
-    def step(self, train_step):
-        """The training step: the first is the warm-up, then whole ones, then those with phases."""
-        def timed(run, *args, **kwargs):
-            import torch
-            self.calls += 1
-            if self.calls == 2 + self.skip:
-                self.first = self.now()
-            if self.calls == 2 + self.skip + self.steps:
-                self.result["step_s"] = (self.now() - self.first) / self.steps
-                name = "batch" if hasattr(run.loader, "batch") else "next_batch"  # as it was called until c5ae37f
-                setattr(run.loader, name, self.phase("load", getattr(run.loader, name)))
-                if hasattr(run, "forward"):  # until 7b52469 the compiled model had a name of its own
-                    run.forward = self.phase("forward", run.forward)
-                else:
-                    type(run.model).__call__ = self.phase("forward", type(run.model).__call__)
-                torch.Tensor.backward = self.phase("backward", torch.Tensor.backward)
-                for name in ("all_reduce", "all_gather"):
-                    function = getattr(torch.distributed, name)
-                    setattr(torch.distributed, name, self.phase("synchronise", function))
-                for optimizer in run.optimizers:
-                    optimizer.step = self.phase("optimizer", optimizer.step)
-            self.counts = self.calls >= 2 + self.skip + self.steps
-            value = train_step(run, *args, **kwargs)
-            self.counts = False
-            if self.calls == 1:
-                self.now()
-                self.result["start_s"] = time.time() - float(os.environ["BENCH_STARTED"])
-            return value
-        return timed
+def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) -> dict[str, float]:
+    """Return the speeds, times and sizes of a run, from its console (seconds since the start, text) and its
+    events. The rate leaves out the first `skip` steps. Raises KeyError if an event or a line is missing."""
+    latest = {event["event"]: event for event in events}
+    settings = latest["config"]["config"]
+    clock_ms = {event["step"]: event["train_time_ms"] for event in events if event["event"] == "train"}
+    seconds = {text.split(" ")[0]: at for at, text in lines}
+    text = "\n".join(text for _, text in lines)
+    last = latest["val"]  # the validation after the last step
+    tokens = (last["step"] - skip) * settings["TRAIN_BATCH_TOKENS"]
+    val_tokens = int(re.search(r"^val_loader:.* tokens:(\d+)", text, re.M)[1])
+    eval_s = latest["final"]["eval_time_ms"] / 1000
+    result = {"tokens_per_s": 1000 * tokens / (last["train_time_ms"] - clock_ms[skip]),
+              "val_tokens_per_s": val_tokens / eval_s,
+              "export_s": seconds["final_int8_zlib_roundtrip"] - seconds["peak"] - eval_s,
+              "start_s": seconds[f"step:1/{settings['ITERATIONS']}"] - clock_ms[1] / 1000,
+              "artifact_bytes": latest["export"]["artifact_bytes"]}
+    if settings["DEVICE"] == "cuda":
+        result["peak_mib"] = int(re.search(r"^peak memory allocated: (\d+) MiB", text, re.M)[1])
+    return result
 
 
-def matmul_tflops(device: str, dtype: str) -> float:
-    """The device's rate in a large matrix product, best of ten."""
+def measure(command: list[str], skip: int, folder: Path, cache: Path) -> dict[str, float]:
+    """Run a trainer in a new folder beside the data and return its quantities. Without CUDA, the peak memory
+    is that of its largest process."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+    is_first = not cache.exists()
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        started = time.monotonic()
+        process = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, text=True, errors="replace")
+        with process.stdout:
+            lines = [(time.monotonic() - started, line.rstrip("\n")) for line in process.stdout]
+        _, status, usage = os.wait4(process.pid, 0)  # getrusage would mix all children
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            end_of_log = "\n".join(text for _, text in lines[-20:])
+            sys.exit(f"bench.py: {' '.join(command)} failed:\n{end_of_log}")
+        found = quantities(lines, read_events(Path(place, "logs", "bench.jsonl")), skip)
+    found["first_start_s" if is_first else "later_start_s"] = found.pop("start_s")
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return {"peak_mib": usage.ru_maxrss * unit >> 20, **found}
+
+
+def measure_machine() -> dict:
+    """Return the device ("cpu" or "gpu") and the rate of a large matrix product. They are found in another
+    process because a trainer's peak memory includes that of the process that starts it."""
+    command = [sys.executable, __file__, "--machine-worker"]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def machine_worker() -> None:
+    """Print what measure_machine returns."""
+    sys.path.insert(0, str(ROOT))
     import torch
-    size, meter = 8192 if device == "cuda" else 2048, Meter(0)
-    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    times = []
-    for _ in range(10):
-        start = meter.now()
-        a @ b
-        times.append(meter.now() - start)
-    return 2 * size ** 3 / min(times) / 1e12
-
-
-def measure(root: str, steps: int) -> None:
-    """The worker: runs train_gpt.py of `root` with the arguments of this process, prints JSON."""
-    import resource
-    sys.modules["sentencepiece"] = types.ModuleType("sentencepiece")
-    sys.modules["sentencepiece"].SentencePieceProcessor = Tokenizer
-    sys.path.insert(0, root)
     import train_gpt
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = train_gpt.Ranks(0, 1, device)
+    dtype = torch.bfloat16 if train_gpt.bfloat16_is_native(device) else torch.float32
+    size = 8192 if device.type == "cuda" else 2048
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    times_ms = []
+    for _ in range(10):
+        start_ms = ranks.now_ms()
+        matrix @ matrix
+        times_ms.append(ranks.now_ms() - start_ms)
+    product = f"{size:,} x {size:,} in {str(dtype).removeprefix('torch.')}"
+    print(json.dumps({"device": "gpu" if device.type == "cuda" else "cpu", "product": product,
+                      "tflops": 2 * size**3 / min(times_ms) / 1e9}))
+
+
+def phases_worker(skip: int, output: str) -> None:
+    """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
+    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device."""
+    sys.path.insert(0, str(ROOT))
     import torch
-    meter, seen, state = Meter(steps, 10 * torch.cuda.is_available()), {}, {}
-    result = meter.result
-    train_gpt.train_step = meter.step(train_gpt.train_step)
-    train_gpt.evaluate = meter.whole("val_s", train_gpt.evaluate, lambda run: seen.update(run=run))
-    train_gpt.quantize = meter.whole("quantize_s", train_gpt.quantize, lambda *a: state.update(a[0]))
-    train_gpt.export = meter.whole("export_s", train_gpt.export)
-    train_gpt.zlib.compress = meter.whole("zlib_s", train_gpt.zlib.compress)
-    sys.stdout, console = io.StringIO(), sys.stdout
+    import train_gpt
+    plain_step = train_gpt.train_step
+    spent_ms = dict.fromkeys(("load", "forward", "backward", "synchronise", "optimizer"), 0.0)
+
+    def timed(phase: str, function, ranks):
+        def call(*args, **kwargs):
+            start_ms = ranks.now_ms()
+            value = function(*args, **kwargs)
+            spent_ms[phase] += ranks.now_ms() - start_ms
+            return value
+        return call
+
+    def train_step(run, *args, **kwargs):
+        if run.step < skip:  # also in the warm-up
+            return plain_step(run, *args, **kwargs)
+        parts = [("load", run.loader, "batch"), ("forward", type(run.model), "__call__"),
+                 ("backward", torch.Tensor, "backward"), ("synchronise", train_gpt.Ranks, "average"),
+                 *(("optimizer", optimizer, "step") for optimizer in run.optimizers)]
+        with ExitStack() as patches:
+            for phase, owner, name in parts:
+                function = timed(phase, getattr(owner, name), run.ranks)
+                patches.enter_context(mock.patch.object(owner, name, function))
+            result = plain_step(run, *args, **kwargs)
+        if run.ranks.rank == 0:
+            means = {phase: total / (run.step + 1 - skip) for phase, total in spent_ms.items()}
+            Path(output).write_text(json.dumps(means), encoding="utf-8")
+        return result
+
+    train_gpt.train_step = train_step
     train_gpt.main()
-    sys.stdout = console
-    run = seen["run"]
-    if run.ranks.rank:
-        return
-    config, tokens = run.config, len(run.val_tokens) - 1
-    result["threads"] = torch.get_num_threads()
-    result["export_s"] = result["export_s"][0] - result["val_s"][-1]
-    result["val_tokens_per_s"] = tokens / result["val_s"][-1]
-    result["tokens_per_s"] = config.train_batch_tokens / result["step_s"]
-    result["ms"] = {name: 1000 * t / PHASE_STEPS for name, t in meter.phases.items()}
-    result["tflops"] = matmul_tflops(config.device, config.dtype)
-    flops = run.model.flops_per_token() * result["tokens_per_s"] / run.ranks.world_size
-    result["mfu"] = flops / 1e12 / result["tflops"]
-    cuda, peak = config.device == "cuda", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result["peak_mib"] = (torch.cuda.max_memory_allocated() if cuda else 1024 * peak) >> 20
-    start = time.perf_counter()
-    for t in state.values():
-        if t.ndim == 2 and t.numel() > 65536:
-            torch.quantile(t.detach().float().cpu().abs(), 0.9999984, dim=1)
-    result["quantile_s"] = time.perf_counter() - start
-    print(json.dumps(result))
 
 
-def launch(root: Path, name: str, options, folder: Path) -> dict:
-    """One measurement of the tree `root` in a process of its own, or as many as there are ranks."""
-    import torch
-    settings, steps, val = CONFIGURATIONS[name]
-    skip = 10 * torch.cuda.is_available()
-    steps = options.steps or steps
-    variables = dict(pair.split("=", 1) for pair in f"{COMMON} {settings}".split() + options.settings)
-    vocabulary = int(variables.get("VOCAB_SIZE", 1024))
-    with tempfile.TemporaryDirectory() as place:
-        write_tokens(Path(place, "tokens"), vocabulary, 1 << 23, val)
-        arguments = [f"{k}={v}" for k, v in {**variables, "ITERATIONS": str(steps + skip + PHASE_STEPS)}.items()]
-        launcher = [sys.executable]
-        if options.ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-        environment = {**os.environ, "BENCH_VOCABULARY": str(vocabulary), "BENCH_STARTED": str(time.time()),
-                       "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-        done = subprocess.run([*launcher, __file__, "--worker", str(root), str(steps), *arguments], cwd=place,
-                              env=environment, stdout=subprocess.PIPE, text=True, check=False)
+def git(*arguments: str) -> str:
+    """Return the output of a git command in this repository; exit if it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{name} of {root} failed")
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.exit(f"bench.py: git {' '.join(arguments)} failed: {done.stderr.strip()}")
+    return done.stdout
 
 
-def commit_of(revision: str) -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", revision]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def known_to(script: Path, arguments: list[str]) -> list[str]:
+    """Return the NAME=value arguments whose variables the script of an older commit has; print the others."""
+    source = script.read_text(encoding="utf-8")
+    fields = re.findall(r"^    (\w+): ", source, re.M)
+    known = [text for text in arguments if text.partition("=")[0].lower() in fields]
+    if unknown := [text for text in arguments if text not in known]:
+        print(f"The older commit has no variables for {' '.join(unknown)} and runs without.\n")
+    return known
 
 
-def unpack(revision: str, folder: Path) -> Path:
-    """The tree of a commit, in a folder."""
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision], capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder / "tree", filter="data")
-    return folder / "tree"
+def cell(values: list[float], digits: int) -> str:
+    """Return the median as text, with the range of several values; "" for none."""
+    texts = [f"{f(values):,.{digits}f}" for f in (statistics.median, min, max)] if values else [""]
+    return texts[0] if len(values) < 2 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def table(name: str, sides: dict[str, list[dict]]) -> str:
-    """Markdown: a row a quantity, a column a commit; median, and smallest to largest."""
-    def values(rows, key):
-        parts = key.split(".")
-        found = [row[parts[0]][parts[1]] if len(parts) > 1 else row[parts[0]] for row in rows]
-        return [sum(v) if isinstance(v, list) else v for v in found]
+def table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
+    """Return a Markdown table with a row for each quantity that was measured and a column for each commit."""
+    lines = [f"| {name} | {' | '.join(side for side, _ in sides)} |", "|---" * (len(sides) + 1) + "|"]
+    for key, (title, digits) in rows.items():
+        cells = [cell([found[key] for found in measured if key in found], digits) for _, measured in sides]
+        if any(cells):
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
-    def cell(numbers, digits):
-        text = f"{statistics.median(numbers):,.{digits}f}"
-        return text if len(numbers) == 1 else f"{text} ({min(numbers):,.{digits}f} to {max(numbers):,.{digits}f})"
 
-    rows = [("tokens/s, whole steps", "tokens_per_s", 0), ("MFU of the measured rate", "mfu", 3),
-            ("matrix product, TFLOP/s", "tflops", 2), *((f"{p}, ms a step", f"ms.{p}", 1) for p in PHASES),
-            ("peak memory, MiB", "peak_mib", 0), ("validation tokens/s", "val_tokens_per_s", 0),
-            ("export, s", "export_s", 2), ("of it zlib, s", "zlib_s", 2), ("of it quantizing, s", "quantize_s", 3),
-            ("torch.quantile by row, s", "quantile_s", 3)]
-    lines = [f"| {name} | " + " | ".join(sides) + " |", "|---|" + "---|" * len(sides)]
-    for title, key, digits in rows:
-        lines.append(f"| {title} | " + " | ".join(cell(values(r, key), digits) for r in sides.values()) + " |")
-    for title, part in (("first start to first step, s", slice(0, 1)), ("later starts, s", slice(1, None))):
-        cells = [cell(values(r[part], "start_s"), 1) if r[part] else "" for r in sides.values()]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def compare(name: str, options: argparse.Namespace, folder: Path) -> dict:
+    """Measure the commits in turn in one configuration; print the tables and return all measurements."""
+    settings, steps, val_tokens = CONFIGURATIONS[name]
+    skip = 10 if name.startswith("gpu") else 1  # the first ten steps are logged, which makes a GPU wait
+    variables = dict(pair.split("=", 1) for pair in f"{COMMON} {settings}".split() + options.settings)
+    variables["ITERATIONS"] = str(skip + (options.steps or steps))
+    arguments = [f"{variable}={value}" for variable, value in variables.items()]
+    write_data(folder / "data", int(variables.get("VOCAB_SIZE", 1024)), val_tokens)
+    changed = git("status", "--porcelain", "train_gpt.py")
+    checkout = git("rev-parse", "--short", "HEAD").strip() + " and changes" * bool(changed)
+    sides = [(checkout, ROOT / "train_gpt.py", arguments)]
+    if options.against:
+        script = folder / "train_gpt.py"
+        script.write_text(git("show", f"{options.against}:train_gpt.py"), encoding="utf-8")
+        other = git("rev-parse", "--short", options.against).strip()
+        sides.insert(0, (other, script, known_to(script, arguments)))
+    measured = [(side, []) for side, _, _ in sides]
+    machine = []
+    for _ in range(options.rounds):
+        machine.append(measure_machine())
+        for i, (_, script, known) in enumerate(sides):
+            command = [*launcher(options.ranks), str(script), *known]
+            measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}"))
+    print(table(name, measured, ROWS))
+    rates = cell([found["tflops"] for found in machine], 2)
+    print(f"Matrix product of {machine[0]['product']}, before each round: {rates} TFLOP/s\n", flush=True)
+    phases = {}
+    if options.phases:
+        output = folder / "phases.json"
+        worker = [__file__, "--phases-worker", str(skip), str(output)]
+        command = [*launcher(options.ranks), *worker, *arguments]
+        measure(command, skip, folder, folder / f"cache{len(sides) - 1}")  # compiled before
+        phases = json.loads(output.read_text(encoding="utf-8"))
+        rows = {phase: (phase, 1) for phase in phases}
+        print(table(f"{name}, ms per step", [(checkout, [phases])], rows), flush=True)
+    return {"sides": measured, "machine": machine, "phases": phases}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        root, steps = sys.argv[2], int(sys.argv[3])
-        sys.argv = ["train_gpt.py", *sys.argv[4:]]
-        measure(root, steps)
+    if sys.argv[1:2] == ["--machine-worker"]:
+        machine_worker()
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="configurations, and NAME=value settings for all of them: "
+    if sys.argv[1:2] == ["--phases-worker"]:
+        skip, output = sys.argv[2:4]
+        del sys.argv[1:4]
+        phases_worker(int(skip), output)
+        return
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", metavar="WHAT", help="settings NAME=value, and configurations: "
                         + ", ".join(CONFIGURATIONS))
-    parser.add_argument("--against", metavar="REV", help="another commit, measured in turn with this checkout")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each commit (default 3)")
-    parser.add_argument("--steps", type=int, default=0, help="whole steps that are timed")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun")
-    parser.add_argument("--json", type=Path, help="file that receives all measurements")
+    parser.add_argument("--against", metavar="REV", help="a commit to measure in turn with this checkout")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each commit (default: 3)")
+    parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
+    parser.add_argument("--phases", action="store_true", help="also time the phases of this checkout's steps")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
-    if unknown := set(names) - CONFIGURATIONS.keys():
-        parser.error(f"no configuration {', '.join(unknown)}; there are {', '.join(CONFIGURATIONS)}")
-    import torch
-    names = names or [name for name in CONFIGURATIONS if name.startswith("gpu") == torch.cuda.is_available()]
-    changed = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain", "-uno"], capture_output=True,
-                             text=True, check=True).stdout
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine() + " CPU"
-    print(f"{device}, {os.cpu_count()} cores, PyTorch {torch.__version__}, {options.ranks} ranks, "
-          f"{options.rounds} rounds {' '.join(options.settings)}\n", flush=True)
-    everything = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        trees = {commit_of("HEAD") + " and changes" * bool(changed): ROOT}
-        if options.against:
-            trees = {commit_of(options.against): unpack(options.against, Path(temporary)), **trees}
-        for name in names:
-            sides = {side: [] for side in trees}
-            for _ in range(options.rounds):
-                for i, (side, tree) in enumerate(trees.items()):
-                    cache = Path(temporary, f"{name}-{i}")
-                    sides[side].append(launch(tree, name, options, cache))
-            print(table(name, sides) + "\n", flush=True)
-            everything[name] = sides
-            if options.json:
-                options.json.write_text(json.dumps(everything, indent=1), encoding="utf-8")
+    for name in names:
+        if name not in CONFIGURATIONS:
+            parser.error(f"configuration {name!r} must be one of {', '.join(CONFIGURATIONS)}")
+    if not names:
+        device = measure_machine()["device"]
+        names = [name for name in CONFIGURATIONS if name.startswith(device)]
+    print(f"{hardware()}, PyTorch {version('torch')}, ranks: {options.ranks}, rounds: {options.rounds} "
+          f"{' '.join(options.settings)}\n", flush=True)
+    results = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = compare(name, options, Path(folder))
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
