@@ -31,9 +31,10 @@ final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.2243657{seed}
 """
 
 
-def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, gpu="", dtype="bfloat16"):
-    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000, "DATA_PATH": "a/set",
-                "DTYPE": dtype}
+def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, gpu="",
+                 dtype="bfloat16", data="a/set"):
+    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000,
+                "DATA_PATH": data, "DTYPE": dtype}
     events = [{"event": "config", "config": settings, "overrides": {}, "world_size": 2, "gpu": gpu,
                "flops_per_token": 10 ** 10}]
     if resume is not None:
@@ -60,7 +61,7 @@ def test_the_published_trainers_log_is_read_from_its_text(tmp_path):
     run = plot.read_run(str(seed_log(tmp_path / "train_seed7.log", 7)))
     assert run.train["step"] == [1, 2, 200] and run.train["loss"] == [6.9370, 16.8366, 2.8514]  # not the source's
     assert run.train["seconds"] == [0.034, 0.064, 8.641] and all(x != x for x in run.train["lr"])
-    assert run.val["bpb"] == [4.1077, 1.2172] and run.tokens_a_step() == 524288
+    assert run.val["bpb"] == [4.1077, 1.2172] and run.tokens_per_step() == 524288
     assert run.final == {"val_loss": 2.07269931, "val_bpb": 1.22436577, "artifact_bytes": 15815847, "code_bytes": 47642}
     assert run.settings["SEED"] == "7" and run.name == f"{tmp_path.name} train_seed7"
 
@@ -106,12 +107,13 @@ def test_mfu_is_of_the_gpus_that_the_log_names(tmp_path, gpu, dtype, wanted):
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
-    runs = [plot.read_run(str(write_events(tmp_path / f"{name}.jsonl", seed, lr, shift=shift)))
-            for name, seed, lr, shift in (("a", 1, 0.02, 0), ("b", 2, 0.02, 0.5), ("c", 3, 0.02, 1), ("d", 1, 0.04, 0))]
-    groups = plot.groups_of(runs)
-    assert {label: [run.name for run in members] for label, members in groups.items()} == {
-        "a and 2 more seeds": ["a", "b", "c"], "d": ["d"]}
-    at, values = plot.band(groups["a and 2 more seeds"], "train", "tokens", "loss")
+    written = [write_events(tmp_path / "a.jsonl", 1), write_events(tmp_path / "b.jsonl", 2, shift=0.5),
+               write_events(tmp_path / "c.jsonl", 3, shift=1), write_events(tmp_path / "d.jsonl", 1, lr=0.04),
+               write_events(tmp_path / "e.jsonl", 1, data="other/set")]
+    groups = plot.groups_of([plot.read_run(str(path)) for path in written])
+    names = {label: [run.name for run in members] for label, members in groups.items()}
+    assert names == {"a, 3 runs": ["a", "b", "c"], "d": ["d"], "e": ["e"]}
+    at, values = plot.band(groups["a, 3 runs"], "train", "tokens", "loss")
     assert at.tolist() == pytest.approx([0.001, 0.002, 0.003, 0.004]) and values.shape == (3, 4)
     assert values.mean(axis=0).tolist() == [4.5, 3.5, 2.5, 1.5]
 
@@ -130,7 +132,7 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     assert run.train["step"] == [1, 2, 3, 4, 5, 6] and run.train["loss"] == [13, 12, 11, 1, 0, -1]
     assert run.val["step"] == [2, 4, 6] and len({len(values) for values in run.train.values()}) == 1
     repeated = write_events(tmp_path / "run.jsonl", steps=(3, 4), resume=2).read_text().splitlines()
-    validation = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # when it goes on
+    validation = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # on resuming
     (tmp_path / "run.jsonl").write_text("\n".join([*repeated[:2], json.dumps(validation), *repeated[2:]]))
     run = plot.read_run(str(tmp_path / "run.jsonl"))
     assert run.val["step"] == [2, 4] and run.val["loss"][0] == 7 and run.train["step"] == [1, 2, 3, 4]
@@ -140,7 +142,7 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
 
 def test_a_damaged_text_log_is_named(tmp_path):
     (tmp_path / "x.log").write_text("step:1/2 train_loss:one train_time:5ms\n")
-    with pytest.raises(ValueError, match="x.log is no log of train_gpt.py"):
+    with pytest.raises(ValueError, match="x.log is not a log of train_gpt.py"):
         plot.read_run(str(tmp_path / "x.log"))
 
 
@@ -162,8 +164,8 @@ def test_picture_and_page(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("content, wanted", [
-    (None, "neither a file nor a RUN_ID"), ("{}\n", "is no log of train_gpt.py"), ("", "has no line of a step"),
-    ("[1\n", "is no log of train_gpt.py"), ('{"event": "train", "step": 1}\n', "is no log of train_gpt.py")])
+    (None, "neither a file nor a RUN_ID"), ("{}\n", "is not a log of train_gpt.py"), ("", "has no step:... line"),
+    ("[1\n", "is not a log of train_gpt.py"), ('{"event": "train", "step": 1}\n', "is not a log of train_gpt.py")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     if content is not None:
         (tmp_path / "x.jsonl").write_text(content)
