@@ -4,8 +4,8 @@
     python logs/track.py tensorboard RUN_ID        the same, into logs/RUN_ID.tensorboard/
     python logs/track.py wandb RUN_ID --once       send what the log holds now, then stop
 
-The trainer does not know about this program: it can be started, stopped and started again at any time. What was
-already sent is remembered in logs/RUN_ID.wandb.json or logs/RUN_ID.tensorboard.json; delete that file to send everything again.
+The trainer does not depend on this program: start and stop it at any time. logs/RUN_ID.wandb.json or
+logs/RUN_ID.tensorboard.json remembers how much was sent; delete that file to send everything again.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 SENT = ("train", "val", "final")  # the events whose numbers are sent
@@ -22,9 +23,9 @@ POLL_SECONDS = 2.0
 
 
 class Log:
-    """The .jsonl log of a run, read from where this program stopped the last time. `state` is kept in a file: the log's
-    first line, how many bytes were read, the tracker's id of the run and of the one before it, and whether the final
-    score was sent."""
+    """The .jsonl log of a run, read from where this program last stopped. A file keeps `state`: the log's
+    first line, the bytes read so far, the tracker's ids of this run and the previous one, and whether the
+    final score was sent."""
 
     def __init__(self, path: Path, tracker: str):
         self.path = path
@@ -34,8 +35,8 @@ class Log:
             self.state = json.loads(self.state_path.read_text(encoding="utf-8"))
 
     def new_events(self) -> list[dict]:
-        """Return the events that were added since the last call. A log that was replaced, because a run was started or
-        resumed under the same name, is read from its beginning."""
+        """Return the events added since the last call. A run that was started or resumed under the same name
+        has a new log, which is read from its beginning."""
         with self.path.open("rb") as file:
             first_line = file.readline().decode("utf-8")
             if not first_line.endswith("\n"):
@@ -44,32 +45,37 @@ class Log:
                 self.state.update(first_line=first_line, offset=0)
             file.seek(self.state["offset"])
             data = file.read()
-        whole = data[:data.rfind(b"\n") + 1]  # the trainer may be writing the last line
-        self.state["offset"] += len(whole)
-        return [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+        complete = data[:data.rfind(b"\n") + 1]  # the trainer may be writing the last line
+        self.state["offset"] += len(complete)
+        return [json.loads(line) for line in complete.decode("utf-8").splitlines()]
 
     def settings(self) -> dict:
-        """The run's variables, from the first event."""
+        """Return the settings of the run, which are in the first event."""
         return json.loads(self.state["first_line"])["config"]
 
-    def remember(self) -> None:
-        """Write down what was sent."""
+    def save(self) -> None:
+        """Write the state to its file."""
         temporary = self.state_path.with_name(self.state_path.name + ".tmp")
         temporary.write_text(json.dumps(self.state), encoding="utf-8")
         os.replace(temporary, self.state_path)
 
 
-def open_wandb(log: Log, module):
-    """Return a function that sends numbers by name, and a step, to the run's page."""
-    run = module.init(project=os.environ.get("WANDB_PROJECT", "train_gpt"), name=log.path.stem, id=log.state["id"],
-                      resume="allow", config=log.settings())
-    # With a step of our own, a validation and a training line of one step, or steps that are done again, are all kept.
+def open_wandb(log: Log, module) -> tuple[Callable, Callable]:
+    """Open the run's page. Return two functions: send(numbers by name, step) and close()."""
+    project = os.environ.get("WANDB_PROJECT", "train_gpt")
+    run = module.init(project=project, name=log.path.stem, id=log.state["id"], resume="allow",
+                      config=log.settings())
+    # wandb's own step cannot go back, but the steps of a resumed run can repeat.
     run.define_metric("*", step_metric="step")
-    return lambda numbers, step: run.log({**numbers, "step": step}), run.finish
+
+    def send(numbers: dict[str, float], step: int) -> None:
+        run.log({**numbers, "step": step})
+
+    return send, run.finish
 
 
-def open_tensorboard(log: Log, module):
-    """Return a function that writes numbers by name, and a step, into the folder that TensorBoard reads."""
+def open_tensorboard(log: Log, module) -> tuple[Callable, Callable]:
+    """Open a folder for TensorBoard. Return two functions: send(numbers by name, step) and close()."""
     writer = module.SummaryWriter(str(log.path.with_suffix(".tensorboard") / log.state["id"]))
 
     def send(numbers: dict[str, float], step: int) -> None:
@@ -81,38 +87,45 @@ def open_tensorboard(log: Log, module):
 
 
 def numbers_of(event: dict) -> dict[str, float]:
-    """The numbers of an event, named as "train/train_loss"; what is unknown (null) is left out."""
+    """Return the numbers of an event by names such as "train/train_loss", without those that are null."""
     return {f"{event['event']}/{name}": value for name, value in event.items()
             if name not in ("event", "step") and value is not None}
 
 
 def track(tracker: str, path: Path, once: bool) -> int:
-    """Send every event of the log that was not sent yet, until the final score; return how many were sent. ValueError:
-    the tracker's library is not installed, or the file is not a log of train_gpt.py."""
+    """Send the events that were not sent yet; unless `once`, continue until the final score. Return how many
+    were sent. Raises ValueError if the tracker is not installed or the file is not a log of train_gpt.py."""
+    module_name = "torch.utils.tensorboard" if tracker == "tensorboard" else tracker
     try:
-        module = importlib.import_module("torch.utils.tensorboard" if tracker == "tensorboard" else tracker)
+        module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"{tracker} cannot be imported ({error}); install it with: pip install {tracker}") from None
-    log, send, close, sent = Log(path, tracker), None, None, 0
+        raise ValueError(f"{tracker} cannot be imported ({error}); "
+                         f"install it with: pip install {tracker}") from None
+    open_tracker = open_wandb if tracker == "wandb" else open_tensorboard
+    log = Log(path, tracker)
+    send = None  # until there are numbers: a "resume" event decides which run they belong to
+    close = None
+    sent = 0
     while True:
         events = log.new_events() if path.is_file() else []
         for event in events:
             if event["event"] == "config":  # a log begins
                 if close:
                     close()
-                send, close = None, None
+                send = None
+                close = None
                 log.state.update(previous=log.state["id"], id="", finished=False)
             elif event["event"] == "resume":
                 log.state["id"] = log.state["previous"]
             elif event["event"] in SENT:
                 if send is None:
                     log.state["id"] = log.state["id"] or uuid.uuid4().hex[:12]
-                    send, close = (open_wandb if tracker == "wandb" else open_tensorboard)(log, module)
+                    send, close = open_tracker(log, module)
                 send(numbers_of(event), event["step"])
                 sent += 1
                 log.state["finished"] = event["event"] == "final"
         if events:
-            log.remember()
+            log.save()
         if once or log.state["finished"]:
             break
         time.sleep(POLL_SECONDS)
@@ -122,18 +135,22 @@ def track(tracker: str, path: Path, once: bool) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tracker", choices=("wandb", "tensorboard"))
-    parser.add_argument("run", metavar="RUN_ID", help="a run in logs/, or the path of a .jsonl log")
+    parser.add_argument("run", metavar="RUN_ID", help="run in logs/, or path of a .jsonl log")
     parser.add_argument("--once", action="store_true", help="send what the log holds now, then stop")
     options = parser.parse_args()
-    path = Path(options.run) if options.run.endswith(".jsonl") else Path("logs", options.run + ".jsonl")
+    path = Path(options.run)
+    if path.suffix != ".jsonl":
+        path = Path("logs", options.run + ".jsonl")
     if not path.is_file():
         if options.once:
-            sys.exit(f"track.py: {path} does not exist; name a run in logs/, or the path of a .jsonl log")
+            sys.exit(f"track.py: {path} does not exist; name a run in logs/ or the path of a .jsonl log")
         print(f"waiting for {path}", flush=True)
     try:
-        print(f"{track(options.tracker, path, options.once)} events sent from {path}")
+        sent = track(options.tracker, path, options.once)
+        print(f"{sent} events sent from {path}")
     except KeyboardInterrupt:
         sys.exit(f"track.py: stopped; run the same command again to continue with {path}")
     except (ValueError, LookupError, OSError) as error:

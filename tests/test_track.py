@@ -111,7 +111,7 @@ def test_tensorboard(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_a_missing_library_is_said_in_one_sentence(tmp_path, monkeypatch, tracker):
+def test_a_missing_library_is_named_with_its_install_command(tmp_path, monkeypatch, tracker):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if tracker == "tensorboard" else tracker, None)
     append(tmp_path / "run.jsonl", CONFIG)
     monkeypatch.setattr(sys, "argv", ["track.py", tracker, str(tmp_path / "run.jsonl"), "--once"])
