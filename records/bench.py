@@ -131,7 +131,8 @@ def machine_worker() -> None:
 
 def phases_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
-    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device."""
+    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; Muon's
+    all-gather counts as part of the optimizer."""
     sys.path.insert(0, str(ROOT))
     import torch
     import train_gpt
