@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# First contact: ./run.sh installs into .venv, fetches text, trains on this machine, exports and scores.
-# NAME=value arguments reach train_gpt.py. ./run.sh test runs the tests. PYTHON names the interpreter that makes .venv.
+# Quick start: ./run.sh installs into .venv, fetches text, trains on this machine, exports and scores.
+# NAME=value arguments reach train_gpt.py. ./run.sh test runs the tests, with -m slow the slow ones.
+# PYTHON names the interpreter that makes .venv.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-install() {  # a requirements file, once for each content of it
+install() {  # a requirements file, again if one has changed
   local stamp
   stamp=.venv/installed-$(cat requirements*.txt | cksum | cut -d' ' -f1)-$1
   [ -e "$stamp" ] && return
@@ -17,7 +18,7 @@ install() {  # a requirements file, once for each content of it
 if [ "${1:-}" = test ]; then
   install requirements-dev.txt
   shift
-  exec .venv/bin/python -m pytest -q tests "$@"
+  exec .venv/bin/python -m pytest -q tests -m "not slow" "$@"
 fi
 
 install requirements.txt
@@ -39,7 +40,7 @@ if [[ "$*" != *DATA_PATH=* ]] && ! has_fineweb; then
     [ -e $speeches/manifest.json ] || .venv/bin/python data/prepare.py sotu --tokenizer sp1024 --out $speeches
     arguments+=(DATA_PATH=$speeches TOKENIZER_PATH=$speeches/tokenizer.model)
     if [ "$gpus" -gt 0 ]; then
-      echo "FineWeb could not be fetched: training two minutes on 12 MB of speeches instead"
+      echo "FineWeb could not be fetched: training for two minutes on speeches instead"
       arguments+=(MAX_WALLCLOCK_SECONDS=120 WARMDOWN_ITERS=300)
     fi
   fi
@@ -61,7 +62,7 @@ log=$(ls -t logs/*.txt | sed -n 1p)
 cat <<END
 
 log       $log, and ${log%.txt}.jsonl with one event a line
-artifact  final_model.int8.ptz, and final_model.pt with all weights, in OUT_DIR (by default here)
+artifact  final_model.int8.ptz, and final_model.pt with all weights, in OUT_DIR (default: here)
 next      .venv/bin/python train_gpt.py --help
           .venv/bin/python data/prepare.py --help      your own text
           ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03         other settings

@@ -46,7 +46,7 @@ REPEATING = ("efficient", "math")  # attention kernels that need a key and value
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 GONE = {"TRACKERS": "logs/track.py sends a run's numbers to wandb or TensorBoard",
-        "SKIP_NONFINITE": "a step that is not finite stops the run; RESUME=auto starts before it",
+        "SKIP_NONFINITE": "a non-finite step stops the run; RESUME=auto resumes from before it",
         "CHECKPOINT_DIR": "checkpoints go to OUT_DIR/checkpoints"}
 
 def require(condition, message: str) -> None:
@@ -121,7 +121,7 @@ class Config:
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon")
     fused: bool = var(True, "run Adam in one kernel (never on MPS)")
-    weight_decay: float = var(0.0, "decay of matrices and tables per step, times their rate")
+    weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
     lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
@@ -163,7 +163,7 @@ def parse_value(f, text: str):
         raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
-    """The configuration, and the text and place of what was set. Raises ValueError."""
+    """The configuration; the text and origin of what was set. Raises ValueError."""
     known = {f.name.upper(): f for f in fields(Config)}
     given = {name: (text, "environment") for name, text in environment.items()}
     for argument in arguments:
@@ -215,7 +215,7 @@ class Ranks:
         return largest.tolist()
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Average tensors over the ranks, in place, with one exchange for each of their types."""
+        """Average tensors over the ranks, in place, with one all-reduce for each type."""
         if self.world_size == 1:
             return
         for dtype in dict.fromkeys(t.dtype for t in tensors):
@@ -340,7 +340,7 @@ def open_shard(path: Path) -> np.ndarray:
             f"starts with the integers {header}, not with {SHARD_START} and the number of tokens")
     size = path.stat().st_size
     require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} bytes "
-            f"are not what {header[2]} tokens have; make or download it again")
+            f"do not match {header[2]} tokens; make or download it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
@@ -417,8 +417,8 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The kind of TOKENIZER_PATH; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
-    boundary, else in column 0; which are boundaries, bool (V,). Raises ValueError if unfit."""
+    """The kind of TOKENIZER_PATH; UTF-8 bytes per token, uint16 (V, 2): column 1 after a boundary
+    token, else column 0; the mask of boundary tokens, bool (V,). Raises ValueError if unfit."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -434,7 +434,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
-            # A space that the tokenizer itself puts in front of a text is not text.
+            # A space that the tokenizer prepends to a text is not counted.
             if model.encode("a", out_type=str)[0].startswith("\u2581"):
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
@@ -450,15 +450,15 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
     except Exception as error:  # a missing package, a missing file, or one that is damaged
-        raise ValueError(f"TOKENIZER_PATH={path!r} is not a tokenizer: {error}") from None
+        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
-    """The tokenizer's kind; the validation tokens, uint16, as full rows and one more; the UTF-8
-    bytes of their targets. Raises ValueError if they are too few or not those of the manifest."""
+    """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8
+    bytes of the targets. Raises ValueError if they are too few or contradict the manifest."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
@@ -538,7 +538,7 @@ class MLP(nn.Module):
         return self.proj(F.relu(self.fc(x)).square())
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream into which the first embedding x0 is mixed again."""
+    """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
     def __init__(self, config: Config):
         super().__init__()
         self.attn = Attention(config)
@@ -556,13 +556,13 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
-    Activations are in the compute type, weights in float32. Checkpoints need the tensors' names."""
+    Activations are in the compute type, matrices in float32. Checkpoints rely on tensor names."""
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype)
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: a seed means this order
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
         self.lm_head = None if tied else CastLinear(config.model_dim, rows, bias=False)
@@ -592,7 +592,7 @@ class GPT(nn.Module):
         angles = torch.outer(positions, self.frequencies)  # (T, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
-        x = x0.view_as(x0)  # were it the same object, the first block would be compiled for itself
+        x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
@@ -617,7 +617,7 @@ class GPT(nn.Module):
         return self.loss(self.hidden(tokens), targets)
 
     def flops_per_token(self) -> int:
-        """Of forward and backward: 6 per weight of a matrix product, and causal attention."""
+        """FLOPs of forward and backward: 6 per matrix weight, plus causal attention."""
         lookup = 0 if self.lm_head is None else self.tok_emb.weight.numel()
         products = sum(p.numel() for name, p in self.named_parameters() if name.endswith("weight"))
         attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
@@ -686,7 +686,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(grads)
             momentum = state["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
-            share = math.ceil(len(params) / self.ranks.world_size)  # the last ranks may have less
+            share = math.ceil(len(params) / self.ranks.world_size)  # last ranks may have fewer
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
@@ -723,8 +723,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     return [adam, *muon]
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """The factor of the base learning rates in `step`, begun after `elapsed_ms`. Under a wall-clock
-    cap the warmdown follows the time, and the cosine (arXiv:1608.03983) what ends first."""
+    """The factor on the base learning rates in `step`, begun after `elapsed_ms`. Under a wall-clock
+    cap, warmdown follows time; cosine (arXiv:1608.03983) whichever limit comes first."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
@@ -831,7 +831,7 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
         require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
-        if not data.startswith(b"PK"):  # as zip archives do, which torch.save writes
+        if not data.startswith(b"PK"):  # torch.save writes zip archives
             inflater = zlib.decompressobj()
             data = inflater.decompress(data, limit + 1)
             require(inflater.eof or len(data) > limit, "it ends too early")
@@ -840,8 +840,8 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             state = dequantize(state, wanted)
-        model.load_state_dict(dict(state))  # without what a state dict may say about itself
-    except Exception as error:  # what is hostile or damaged fails in many ways
+        model.load_state_dict(dict(state))  # a plain dict, without metadata
+    except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -917,7 +917,7 @@ def find_checkpoint(config: Config) -> dict | None:
             require(version == CHECKPOINT_FORMAT, f"it has format {version}, but this train_gpt.py "
                     f"reads {CHECKPOINT_FORMAT}; resume it with the script that wrote it")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
-        except Exception as error:  # what is hostile or damaged fails in many ways
+        except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}")
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     return None
@@ -929,7 +929,7 @@ def state_of(run: "Run") -> dict:
             "scaler": run.scaler.state_dict()}
 
 def restore(run: "Run", state: dict) -> None:
-    """Put the run where it was when state_of gave `state`."""
+    """Restore the run to `state`, which state_of returned."""
     run.model.load_state_dict(state["model"])
     for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)
@@ -940,7 +940,7 @@ def restore(run: "Run", state: dict) -> None:
 def resume(run: "Run", state: dict) -> None:
     """Continue from a checkpoint. Raises ValueError if its settings or tensors do not fit."""
     try:
-        old = {**asdict(Config()), **state["config"]}  # a new variable had its default before
+        old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
         new = asdict(run.config)
         fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
         changed = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
@@ -949,7 +949,7 @@ def resume(run: "Run", state: dict) -> None:
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
                 f"step {run.step} after {run.time_ms} ms is not in this run")
-    except Exception as error:  # what is hostile or damaged fails in many ways
+    except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
     run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=state["path"])
     run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {state['path']}")
@@ -972,7 +972,7 @@ def save_checkpoint(run: "Run") -> None:
 
 # ---- Training ----------------------------------------------------------------------------------
 class Run:
-    """The parts of a run and its progress. Making one raises ValueError for what cannot work."""
+    """The parts of a run and its progress. Raises ValueError if the run cannot work."""
     def __init__(self, config: Config, overrides: dict, source: str):
         self.ranks = ranks = start_ranks(config)
         torch.set_float32_matmul_precision(config.matmul_precision)
@@ -984,7 +984,7 @@ class Run:
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
         self.step = 0  # steps done
         self.time_ms = 0.0  # on the training clock, which validations do not move
-        self.zero_ms = 0.0  # when the clock would have been started, by Ranks.now_ms
+        self.zero_ms = 0.0  # Ranks.now_ms at zero on the training clock
         self.signals = []  # received by this process
         self.stop_signal = 0  # received by any rank when the ranks last agreed
         self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
@@ -1012,11 +1012,11 @@ class Run:
         require(ranks.max(*place) == place, "RESUME: the ranks found different checkpoints; "
                 "OUT_DIR must be a folder that all of them see")
         self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
-        self.agreed = self.logged = (self.step, self.time_ms)  # at an agreement, at a line
+        self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
 
 def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step. If `agree`, near the cap, where steps are slow, and every tenth time, the ranks
-    agree on clock and signals, which waits for the device. May raise FloatingPointError."""
+    """Count a step. If `agree`, near the cap, if steps are slow, and on every tenth, the ranks wait
+    for the device and agree on clock and signals. May raise FloatingPointError."""
     run.step += 1
     run.time_ms += run.pace_ms
     near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
@@ -1089,7 +1089,7 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 def train(run: Run) -> None:
-    """Train until ITERATIONS, the cap of the wall clock or a signal."""
+    """Train until ITERATIONS, the wall-clock cap or a signal."""
     config = run.config
     log = run.log
     gc.collect()
@@ -1151,13 +1151,13 @@ def compile_model(run: Run, required: bool) -> None:
     except Exception as error:  # compilers fail in many ways
         if "out of memory" in str(error):
             raise
-        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; COMPILE=0 does without")
+        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; set COMPILE=0")
         torch.compiler.set_stance("force_eager")
         run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
     model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks) -> Config:
-    """Replace automatic settings by their values here; round the batch. Raises ValueError."""
+    """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     if config.dtype == "auto":
         native = bfloat16_is_native(ranks.device)

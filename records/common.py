@@ -1,4 +1,4 @@
-"""What the scripts of records/ share: folders, tracks, logs and statistics. It imports none of them."""
+"""Folders, tracks, logs and statistics for the scripts of records/, none of which it imports."""
 
 import json
 import math
@@ -106,8 +106,8 @@ def score(result: dict) -> float:
 
 
 def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | None:
-    """Test whether our mean score is lower than theirs by more than the track's margin: a one-sided t-test of Welch's kind,
-    for unequal variances. Return unit, margin, difference, numbers of seeds and p; None with fewer than two seeds on a side.
+    """Test whether our mean score is lower than theirs by more than the track's margin: a one-sided Welch t-test
+    (unequal variances). Return unit, margin, difference, numbers of seeds and p; None with fewer than two seeds on a side.
 
     A track in nats per token compares them only where both sides scored the same tokens and bytes. Otherwise the
     margin is converted to bits per byte, and those are compared."""
@@ -130,7 +130,7 @@ def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | 
 
 
 def order_of(submission: dict) -> tuple[str, str, str]:
-    """Return what orders records in time: the date, the time of submission (older records have none), the name."""
+    """Return the key that sorts by time: the date, the time of submission (older records have none), the name."""
     return submission["date"], submission.get("submitted", ""), submission["name"]
 
 
@@ -138,7 +138,7 @@ def find_incumbent(folder: Path, submission: dict) -> dict | None:
     """Return the submission of the best record of the same track and division that came before this one, or None."""
     earlier = []
     for path in folder.parent.glob("*/submission.json"):
-        with suppress(ValueError, LookupError, TypeError, AttributeError):  # of a folder that is refused itself
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
             other = load_json(path)
             if other["division"] == submission["division"] and order_of(other) < order_of(submission):
                 earlier.append(other)

@@ -4,9 +4,9 @@
     python records/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
     python records/ladder.py --report records/track_speedup_ladder/2026-01-31_A100   prints a folder's README.md
 
-The text is yours, in GPT-2's tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, for each
-rung ends with the score and the export. NAME=value behind all that goes for every rung. A rung whose ATTN or COMPILE=1 does
-not run here is skipped, and later rungs do without what it sets. The folder records/track_speedup_ladder/DATE_NAME gets
+Bring your own text, in GPT-2 tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, as each
+rung ends with export and score. NAME=value arguments apply to every rung. A rung whose ATTN or COMPILE=1 does not run here
+is skipped, and later rungs omit its settings. The folder records/track_speedup_ladder/DATE_NAME gets
 ladder.json, the log of every rung that ran, and README.md with the table.
 """
 
@@ -67,7 +67,7 @@ def pairs_of(words: list[str]) -> dict[str, str]:
 
 
 def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:
-    """Name, settings and ranks of every rung; each has what the ones before it have, but for the skipped ones."""
+    """Return name, settings and ranks of every rung; each inherits from those before it that were not skipped."""
     below = {**pairs_of(f"{COMMON} {SHAPES[shape]}".split()), "RANKS": "1"}
     result = []
     for name, changes, _ in RUNGS:
@@ -97,14 +97,14 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
     COMPILE=1 does not run here. ValueError: one failed otherwise, or the first one; then nothing is left."""
     about = {"hardware": hardware(), "shape": shape, "extra": extra, "rungs": [], "skipped": {}}
     if int(rung_settings(shape, extra)[0][1]["ITERATIONS"]) < UNTIMED + 3:
-        raise ValueError(f"ITERATIONS has to be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
+        raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
     with tempfile.TemporaryDirectory() as place:
         Path(place, "data").symlink_to(ROOT / "data")  # so that logs have the same relative paths everywhere
         (logs := Path(place, "ladder")).mkdir()
         for number in range(1, len(RUNGS) + 1):
             name, settings, ranks = rung_settings(shape, extra, about["skipped"])[number - 1]
             if about["hardware"].startswith("1x ") and ranks > 1:
-                print("left out, for there is one GPU:", name)
+                print("skipped, as there is one GPU:", name)
                 break
             environment = dict(os.environ)
             if ranks > 1:
@@ -127,8 +127,8 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
 
 
 def check_rungs(folder: Path) -> list[str]:
-    """What is wrong with the logs of a ladder: a rung has to have run with what all rungs up to it set, by one script.
-    Those that were skipped have set nothing."""
+    """Return what is wrong with a ladder's logs: one script must have run each rung with the settings of all rungs up
+    to it, except those that were skipped."""
     about = load_json(folder / "ladder.json")
     skipped = about.get("skipped", {})
     ran = [name for name, _, _ in RUNGS if name not in skipped][:len(about["rungs"])]
@@ -141,7 +141,7 @@ def check_rungs(folder: Path) -> list[str]:
         events = read_events(folder / f"rung{number:02d}.jsonl")
         then = {key: value for key, (value, _) in events[0]["overrides"].items() if key not in ("RUN_ID", "OUT_DIR")}
         if then != settings or events[0]["world_size"] != ranks:
-            found.append(f"rung{number:02d}.jsonl has not run with what the rung {name!r} sets")
+            found.append(f"rung{number:02d}.jsonl was not run with the settings of {name!r}")
         clock = [event["train_time_ms"] for event in events if event["event"] == "train"]
         if clock != sorted(clock) or len(clock) != int(settings["ITERATIONS"]):
             found.append(f"rung{number:02d}.jsonl: steps are missing, or the clock goes backwards")
@@ -150,7 +150,7 @@ def check_rungs(folder: Path) -> list[str]:
 
 
 def measure(path: Path) -> dict:
-    """Of one rung's log: times of the steps after the first ten, speed, memory, losses, what it ran with."""
+    """Return one rung's times (of the steps after the first ten), speed, memory, losses and settings."""
     events = read_events(path)
     start, trained = events[0], [event for event in events if event["event"] == "train"]
     clock = [event["train_time_ms"] for event in trained]
@@ -165,10 +165,10 @@ def measure(path: Path) -> dict:
 
 
 def idle(name: str, now: dict, before: dict | None) -> str:
-    """Why a rung does nothing on this device; empty where it does something."""
+    """Why a rung does nothing on this device; empty if it does something."""
     device = now["config"]["DEVICE"]
     if name == "TF32" and device != "cuda":
-        return "does nothing: TF32 is of CUDA"
+        return "does nothing: TF32 needs CUDA"
     if name == "weight decay, fused AdamW" and not now["config"]["FUSED"]:
         return "not fused here"
     if before and now["config"]["ATTN"] == before["config"]["ATTN"] and "SDPA" in name:
@@ -247,7 +247,7 @@ def main() -> None:
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
         for setting in options.settings:
             if "=" not in setting or "=/" in setting:
-                raise ValueError(f"{setting!r} is no setting with a path from the repository on, as DATA_PATH=data/x is")
+                raise ValueError(f"{setting!r} must be NAME=value, paths relative (example: DATA_PATH=data/x)")
         climb(folder, options.shape, options.settings)
         print(folder.relative_to(ROOT))
     except (ValueError, OSError) as error:

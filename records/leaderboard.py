@@ -1,4 +1,4 @@
-"""Write the leaderboard of all tracks into records/README.md, between its two marks.
+"""Write the leaderboard of all tracks into records/README.md, between its markers.
 
     python records/leaderboard.py            write it
     python records/leaderboard.py --check    exit with 1 if it is not what the record folders give
@@ -60,7 +60,7 @@ def main() -> None:
     if "--check" not in sys.argv[1:]:
         readme.write_text(wanted, encoding="utf-8")
     elif text != wanted:
-        sys.exit("records/README.md is stale: python records/leaderboard.py writes it anew")
+        sys.exit("records/README.md is stale: python records/leaderboard.py rewrites it")
 
 
 if __name__ == "__main__":

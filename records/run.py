@@ -30,7 +30,7 @@ def state_of(run_id: str, settings: dict[str, str], ranks: int) -> str:
         script = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
         log = (ROOT / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
         is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
-    except (OSError, ValueError, LookupError):  # there is no log, or a power failure has cut it
+    except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
         return "other"
     logged.pop("RESUME", None)
     wanted.pop("RESUME", None)

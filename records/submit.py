@@ -86,12 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that submit.py and run.py share."""
     parser.add_argument("--track", help="a folder of records/ (example: track_10min_1mb_cpu)")
     parser.add_argument("--name", help="of the record (example: Wider_MLP)")
-    parser.add_argument("--division", default="", help="of the track, if it has some")
+    parser.add_argument("--division", default="", help="one of the track's, if any")
     parser.add_argument("--base", default="", help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--github", default="", help="your name on GitHub")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
-    parser.add_argument("--hardware", default="", help="the name of the machine (default: found out)")
+    parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
 
 
 def folder_of(options, now: time.struct_time) -> Path:
@@ -104,7 +104,7 @@ def check_plan(options, settings: dict[str, str], seeds: int, ranks: int = 1) ->
     folder = folder_of(options, time.gmtime())
     track = load_track(folder)
     problems = Findings()
-    problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be of letters, digits and _ . -")
+    problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     least = track.get("min_seeds", 1)
     problems.check(seeds >= least, f"the track asks for {least} seeds, not {seeds}")
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--command", default="", help="the command that started the runs (default: from the first log)")
-    parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png anew")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="rewrite its submission.json, texts and curve.png")
     parser.add_argument("runs", nargs="*", metavar="RUN_ID", help="finished runs that differ only in SEED")
     options = parser.parse_args()
     if not options.again and not (options.track and options.name and options.runs):

@@ -31,9 +31,9 @@ from common import (ABSOLUTE_PATH, FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, 
                     setting_text)
 
 # ---- What a script may not do ------------------------------------------------------------------------
-# A script is one readable file whose behaviour its text shows. This is a list for honest mistakes and quick lies, not a
-# sandbox: a person reads the difference to the base before a record is accepted.
-PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # beside the standard library; older scripts had wandb
+# A script is one readable file whose text shows its behaviour. This list catches mistakes and simple tricks; it is not a
+# sandbox. A person reads the diff to the base before a record is accepted.
+PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # and the standard library; older scripts had wandb
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
 FORBIDDEN_MODULES = {"builtins", "cffi", "code", "ctypes", "imp", "importlib", "marshal", "pickle", "pkgutil", "runpy", "socket",
                      "urllib", "http", "torch.hub", "torch.package", "torch.utils.cpp_extension"}
@@ -45,11 +45,11 @@ PROGRAMS = {"nvidia-smi", "scontrol"}  # that a script may start
 # ---- Slack, and why --------------------------------------------------------------------------------
 ROUNDING = 1e-9  # sums of the same floats in another order
 RATE_ROUNDING = 1e-6  # relative; the clock of two events is a difference of large floats
-CLOCK_SHARE = 0.05  # logging and the progress line are on the wall clock, not on the training clock
+CLOCK_SHARE = 0.05  # the wall clock includes logging and the progress line
 CLOCK_MS = 250  # a slow disk under the log
-LAST_MS = 1000  # a run ends after the step in which the cap is reached, an average step and a hiccup past it at most
+LAST_MS = 1000  # a run may pass the cap by an average step and this much for a hiccup
 EVALUATION_SECONDS = 10  # between export and score the artifact is read back and sent to all ranks
-BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 does not improve them, but may by chance, by less than this
+BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 may improve the loss by chance, but by less than this
 RERUN_BPB = 1e-3  # compilers and CPUs round differently: 1.2e-4 was measured ("Checking a record" in README.md)
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 
@@ -239,7 +239,7 @@ def read_folder(folder: Path, findings: Findings) -> list[dict]:
         if seed is None:
             continue
         seeds.append(seed)
-        findings.check(path.stem == f"train_seed{seed['seed']}", f"{path.name} is of SEED={seed['seed']}")
+        findings.check(path.stem == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
         findings.check(seed["code_bytes"] == len(code),
                        f"{path.stem}: code_bytes is {seed['code_bytes']}, but train_gpt.py has {len(code)}")
         findings.check(seed["code_sha256"] == sha256(code).hexdigest(), f"{path.stem}: code_sha256 is not train_gpt.py's")
@@ -350,7 +350,7 @@ def check_rules(track: dict, division_name: str, seeds: list[dict], findings: Fi
     findings.check(len(seeds) >= least, f"the track asks for {least} seeds; there are {len(seeds)}")
     divisions = track.get("divisions", {})
     division = divisions.get(division_name)
-    findings.check(division or not divisions, f"division {division_name!r} is none of {', '.join(divisions)}")
+    findings.check(division or not divisions, f"division {division_name!r} must be one of {', '.join(divisions)}")
     for seed in seeds:
         name = f"seed {seed['seed']}"
         settings = seed["settings"]
@@ -395,7 +395,7 @@ def check_division(name: str, seed: dict, division: dict, division_name: str, fi
 
 
 def other_seeds(folder: Path, other: str, what: str, division: str, findings: Findings) -> list[dict]:
-    """Return the seeds of another record of the same track and division, which must not be refused itself."""
+    """Return the seeds of another record of the same track and division, which must itself be valid."""
     place = folder.parent.parent / other
     is_record = re.fullmatch(rf"{re.escape(folder.parent.name)}/{FOLDER_NAME.pattern}", other) and place != folder
     if not findings.check(is_record and (place / "submission.json").is_file(), f"{what} {other!r} is not another record of "
@@ -570,7 +570,7 @@ def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     findings.check(text.startswith(render(submission, difference)), "README.md: the part above the notes does not follow "
-                   "from submission.json; records/submit.py --again writes it anew")
+                   "from submission.json; records/submit.py --again rewrites it")
 
 
 # ---- Scoring again ---------------------------------------------------------------------------------------
@@ -604,7 +604,7 @@ def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, findings: F
         return f"seed {number}: not scored"
     findings.check(sha256(artifact.read_bytes()).hexdigest() == seed["artifact_sha256"],
                    f"{artifact.name} is not the log's artifact")
-    name = secrets.token_hex(8)  # that the script cannot know, so that it cannot behave otherwise here
+    name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
     settings = {key: setting_text(value) for key, value in seed["overrides"].items()}
     settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
                  "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
@@ -633,7 +633,7 @@ def rerun(folder: Path, seed: dict, division: dict, artifacts: Path, findings: F
 
 
 def read_submission(folder: Path, findings: Findings) -> dict:
-    """Return submission.json, with what its author says checked for types and place."""
+    """Return submission.json; check the types and place of what its author wrote."""
     try:
         submission = load_json(folder / "submission.json")
         authored = {key: submission.get(key, "") for key in AUTHORED}
@@ -644,7 +644,7 @@ def read_submission(folder: Path, findings: Findings) -> dict:
         if findings.check(isinstance(value, str), f"submission.json: {key} is not text") and key != "blurb":
             findings.check(not UNSAFE.search(value), f"submission.json: {key} has a line end, or one of | < >")
     place = f"{authored['track']}/{authored['date']}_{authored['name']}"
-    findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json is of {place}, not of "
+    findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json names {place}, not "
                    f"{folder.parent.name}/{folder.name}")
     submitted = authored["submitted"]
     findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),

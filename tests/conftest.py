@@ -11,13 +11,18 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "data")]
+sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records"))]
 
 import train_gpt  # noqa: E402
 
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(REPOSITORY.parent / "shared" / "tiktoken_cache"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes long; ./run.sh test leaves it out, CI runs it")
+
 
 TINY = {
     "DEVICE": "cpu", "DTYPE": "float32", "TOKENIZER_PATH": "byte260", "VOCAB_SIZE": "260",

@@ -1,4 +1,4 @@
-"""Kills runs, damages files and fills disks, many times over, and prints the table that README.md quotes.
+"""Kills runs, damages files and fills disks, many times over, and prints the table that logs/README.md quotes.
 
     python tests/faults.py [--kills 50] [--kills-of-two 20] [--mutations 2000]
 

@@ -216,7 +216,7 @@ def test_vocabulary_and_tokenizer_must_agree(corpus):
 def test_unreadable_tokenizers_are_named(tmp_path, name, content):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"TOKENIZER_PATH=.*{name}' is not a tokenizer: "):
+    with pytest.raises(ValueError, match=f"TOKENIZER_PATH=.*{name}' cannot be read: "):
         train_gpt.load_byte_table(tiny_config(tokenizer_path=str(tmp_path / name)))
 
 
@@ -229,11 +229,11 @@ def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
         try:
             train_gpt.load_byte_table(tiny_config(tokenizer_path=str(path), vocab_size=320))
         except ValueError as error:
-            assert str(path) in str(error) and ("is not a tokenizer" in str(error) or "VOCAB_SIZE" in str(error))
+            assert str(path) in str(error) and ("cannot be read" in str(error) or "VOCAB_SIZE" in str(error))
             refused += "codec can't decode" in str(error)
     assert refused
 
 
 def test_an_unknown_tokenizer_names_what_would_work():
-    with pytest.raises(ValueError, match=r"TOKENIZER_PATH='gpt3' is not a tokenizer: use a \*.model .*byte260 or gpt2"):
+    with pytest.raises(ValueError, match=r"TOKENIZER_PATH='gpt3' cannot be read: use a \*.model .*byte260 or gpt2"):
         train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))

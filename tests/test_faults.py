@@ -74,6 +74,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, d
         assert f"resumed: step:{step} train_time:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bitwise_from_every_checkpoint_with_both_loaders(tmp_path, data):
     """All runs follow each other in the same two processes, which saves their start."""
     runs = {}
@@ -165,6 +166,7 @@ def test_the_clock_goes_on_and_the_export_can_be_done_again(checkpointed, tmp_pa
     assert not times and log[-1]["step"] == capped[-1]["step"]  # the cap was reached before
 
 
+@pytest.mark.slow
 def test_another_world_size_goes_on_with_the_same_mathematics(checkpointed, tmp_path, data):
     result = run_trainer(tmp_path, *tiny_arguments(data, ITERATIONS=9, VAL_LOSS_EVERY=4, RUN_ID="two", OUT_DIR="out",
                                                    RESUME=checkpoints(checkpointed)[0]), ranks=2)
@@ -496,6 +498,7 @@ def test_an_artifact_of_another_run_in_the_same_folder_is_not_scored(tmp_path, m
         tiny_run(monkeypatch, tmp_path / "two", data)
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
     """10 GB of zlib in 10 MB, and zip archives whose entries inflate."""
     code = f"""

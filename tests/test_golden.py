@@ -13,9 +13,9 @@ from conftest import REPOSITORY, events, run_trainer, write_shard
 
 GOLDEN = Path(os.environ.get("GOLDEN_PATH", REPOSITORY.parent / "shared" / "golden")).resolve()
 MODEL = GOLDEN.parent / "tokenizers" / "fineweb_1024_bpe.model"
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not (GOLDEN / "A" / "expected.json").exists() or not MODEL.exists(),
-    reason=f"the reference run's data are not in {GOLDEN} (GOLDEN_PATH)")
+    reason=f"the reference run's data are not in {GOLDEN} (GOLDEN_PATH)")]
 
 
 @pytest.fixture(scope="module")

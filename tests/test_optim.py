@@ -277,6 +277,7 @@ def test_micro_batches_compute_what_one_batch_does():
         torch.testing.assert_close(step_of(make_run(micro_batch_tokens=size), tokens), whole, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                     reason="there is no C++ compiler")
 def test_a_compiled_model_computes_the_same(monkeypatch):

@@ -223,7 +223,7 @@ FORGERIES = {
     "other units": (lambda f: claim(f, significance={**claims(f)["significance"], "unit": "bits per byte"}), "unit is 'bits"),
     "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
     "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
-    "another track": (lambda f: claim(f, track="track_open"), "submission.json is of track_open/"),
+    "another track": (lambda f: claim(f, track="track_open"), "submission.json names track_open/"),
     "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is not another record of this track"),
     "a folder as base": (lambda f: claim(f, base="track_tiny"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
@@ -257,7 +257,7 @@ FORGERIES = {
     "a training clock that hides time": (longer_wall_clock, "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
     "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
-                       "train_seed7.log is of SEED=2"),
+                       "train_seed7.log has SEED=2"),
     "best seeds only": (best_seeds_only, "the track asks for 3 seeds"),
     "one seed with other settings": (lambda f: [edit(f / f"train_seed2{s}", '"MATRIX_LR": 0.001', '"MATRIX_LR": 0.1')
                                                 for s in (".log", ".jsonl")], "seed 2 differs in MATRIX_LR"),
@@ -285,7 +285,7 @@ FORGERIES = {
     "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]), "train shards that the log names are not those"),
     "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]), "val shards that the log"),
     "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"), "script.diff is not the"),
-    "another division": (lambda f: claim(f, division="other"), "division 'other' is none of tiny"),
+    "another division": (lambda f: claim(f, division="other"), "division 'other' must be one of tiny"),
     "a resumed run": (resumed, "resumed at step 2, but there is no older log .* step 0"),
     "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260", "tokenizer_path=/home/me/b"),
                                   "absolute paths .'/home/me/b'"),
@@ -467,7 +467,7 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
     (["DATA_PATH=/home/me/tiny"], "DATA_PATH=/home/me/tiny: records have no absolute paths"),
     (["--division", "other"], "--division 'other' must be one of tiny"), (["--seeds", "1,2"], "the track asks for 3 seeds"),
     (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS must be more than 0 and at most 600"),
-    (["--name", "My MLP"], "--name 'My MLP' must be of letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not a setting"),
+    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not a setting"),
     (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(record_run, "run_seed", lambda *_: pytest.fail("this must not run"))
@@ -563,7 +563,7 @@ def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
     assert rows["float32"][4:6] == ["n/a", "n/a"] and rows["bfloat16"][3:6] == ["102,400", "10.4%", "n/a"]
     assert rows["two ranks (DDP)"][3:5] == ["409,600", "20.7%"]
     edit(folder / "rung10.jsonl", r'"COMPILE": \["0"', '"COMPILE": ["1"')
-    assert ladder.check_rungs(folder) == ["rung10.jsonl has not run with what the rung 'padded vocabulary' sets"]
+    assert ladder.check_rungs(folder) == ["rung10.jsonl was not run with the settings of 'padded vocabulary'"]
     (folder / "ladder.json").write_text(json.dumps({**about, "skipped": {}}))
     assert ladder.check_rungs(folder) == ["ladder.json does not have the rungs in their order"]
 

@@ -144,6 +144,7 @@ train_gpt.dist.destroy_process_group()"""
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [1.0, 1.0] [1.0, -1.0]\n"] * 2
 
 
+@pytest.mark.slow
 def test_three_ranks_round_the_batch_and_stop_together_at_the_cap(finished, tmp_path):
     _, data, _ = finished
     result = run_trainer(tmp_path, *tiny_arguments(
@@ -194,6 +195,7 @@ def test_shards_of_another_vocabulary_are_found_before_training(tmp_path, monkey
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere CPUs are not compiled for")
 def test_a_compiler_that_fails_costs_a_warning_or_is_an_error_where_it_was_asked_for(finished, tmp_path):
     folder, data, _ = finished

@@ -1,0 +1,159 @@
+"""The commands that people type: those in the READMEs, run.sh, and a record from its runs to the leaderboard."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import train_gpt
+from conftest import REPOSITORY, make_shards, tiny_arguments
+
+READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/speed.md",
+           *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "records").glob("track_*/README.md"))))
+COMMAND = re.compile(r"(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*((?:data|logs|records|tests)/\w+\.py|train_gpt\.py)(.*)")
+VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
+
+
+def commands_of(text: str) -> list[tuple[str, str]]:
+    """Script and arguments of each command in a README, in code blocks or between back quotes, continued lines joined."""
+    text = re.sub(r"\\\n\s*", "", text)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    lines += [" ".join(quoted.split()) for quoted in re.findall(r"`([^`]+)`", text)]
+    matches = [COMMAND.search(line.partition("  #")[0]) for line in lines]
+    return [(match[1], match[2]) for match in matches if match]
+
+
+@lru_cache
+def help_of(script: str) -> str:
+    result = subprocess.run([sys.executable, REPOSITORY / script, "--help"], capture_output=True, text=True, check=True)
+    return result.stdout
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_commands_in_the_readmes_name_scripts_options_and_variables_that_exist(readme):
+    found = commands_of((REPOSITORY / readme).read_text(encoding="utf-8"))
+    for script, arguments in found:
+        assert (REPOSITORY / script).is_file(), script
+        for option in re.findall(r"(?<= )--[\w-]+", arguments):
+            assert script == "train_gpt.py" or option in help_of(script), (script, option)
+        for variable in re.findall(r"(?<= )([A-Z][A-Z0-9_]+)=", arguments):
+            assert variable in VARIABLES, (script, variable)
+    assert found or readme.startswith("records/track_")
+
+
+# ---- run.sh ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the scripts, with a virtual environment that hands over to this interpreter."""
+    for name in ("train_gpt.py", "run.sh", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for folder in ("data", "logs", "records"):
+        (tmp_path / folder).mkdir()
+        for path in (REPOSITORY / folder).glob("*.py"):
+            shutil.copy(path, tmp_path / folder)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    stand_in(tmp_path, "python", f'exec {sys.executable} "$@"')
+    sums = subprocess.run("cat requirements*.txt | cksum | cut -d' ' -f1", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / ".venv" / f"installed-{sums.stdout.strip()}-{name}").touch()
+    return tmp_path
+
+
+def stand_in(checkout: Path, name: str, script: str) -> None:
+    path = checkout / ".venv" / "bin" / name
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def shell(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(["bash", *arguments], cwd=checkout, env=clean, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_run_sh_trains_and_says_what_it_left(checkout):
+    data = make_shards(checkout)
+    result = shell(checkout, "run.sh", *tiny_arguments(data, RUN_ID="first", ITERATIONS="3"))
+    assert result.returncode == 0, result.stderr
+    assert "final_int8_zlib_roundtrip_exact" in result.stdout and "log       logs/first.txt" in result.stdout
+    assert (checkout / "final_model.int8.ptz").is_file()
+    wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
+    assert wrong.returncode and "NUM_LAYERS='nine' is not a whole number" in wrong.stderr
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_run_sh_on_gpus_fetches_fineweb_or_trains_shortly_on_the_speeches(checkout, reachable):
+    shards = "data/datasets/fineweb10B_sp1024"
+    fetch = f"mkdir -p {shards}; touch {shards}/fineweb_train_000000.bin" if reachable else "exit 1"
+    stand_in(checkout, "python", f"""case "$*" in
+*device_count*) echo 2 ;;
+*download.py*) {fetch} ;;
+*prepare.py*) mkdir -p data/datasets/sotu_sp1024; touch data/datasets/sotu_sp1024/manifest.json ;;
+esac""")
+    stand_in(checkout, "torchrun", 'mkdir -p logs; touch logs/x.txt; echo "torchrun $*"')
+    result = shell(checkout, "run.sh", "SEED=7")
+    assert result.returncode == 0, result.stderr
+    started = next(line for line in result.stdout.splitlines() if line.startswith("torchrun "))
+    assert "--nproc_per_node=2 train_gpt.py" in started and started.endswith("SEED=7")
+    assert ("DATA_PATH=data/datasets/sotu_sp1024" in started) == (not reachable)
+    assert ("MAX_WALLCLOCK_SECONDS=120" in started) == ("FineWeb could not be fetched" in result.stdout) == (not reachable)
+
+
+# ---- A record ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_record_from_its_runs_to_the_leaderboard(checkout):
+    pytest.importorskip("scipy")
+    pytest.importorskip("matplotlib")
+    make_shards(checkout)
+    track = checkout / "records" / "track_tiny"
+    track.mkdir()
+    (track / "track.json").write_text(json.dumps({"title": "Tiny", "min_seeds": 2, "max_train_seconds": 60}))
+    (checkout / "records" / "README.md").write_text("<!-- leaderboard -->\n<!-- end of leaderboard -->\n")
+    settings = tiny_arguments("tiny", MAX_WALLCLOCK_SECONDS="60", ITERATIONS="12")
+    given = ["--track", "track_tiny", "--author", "me", "--seeds", "1,2"]
+
+    def script(name: str, *arguments: str) -> str:
+        result = subprocess.run([sys.executable, f"records/{name}", *arguments], cwd=checkout, capture_output=True, text=True,
+                                timeout=240, check=False)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+        return result.stdout
+
+    first = script("run.py", *given, "--name", "First", "--blurb", "The first.", *settings)
+    assert "a new best: yes" in first
+    base = next(track.glob("*_First"))
+    second = script("run.py", *given, "--name", "Second", "--blurb", "Slower.", "--base", f"track_tiny/{base.name}",
+                    "MATRIX_LR=0.0001")
+    assert "a new best: no" in second and f"against track_tiny/{base.name}" in second
+    again = script("run.py", *given, "--name", "Third", "--blurb", "As the first.", *settings)
+    assert "Third_seed1" in again and "has already finished" not in again
+    checked = script("verify.py", "--rerun")
+    assert checked.count(": accepted") == 3 and checked.count("scored again") == 6
+    script("leaderboard.py")
+    script("leaderboard.py", "--check")
+    rows = [line for line in (checkout / "records" / "README.md").read_text().splitlines() if line.startswith(("| 1", "| 2", "| 3"))]
+    assert len(rows) == 3 and "_Second](" in rows[2]
+
+
+@pytest.mark.slow
+def test_a_short_ladder(checkout, monkeypatch):
+    """Three rungs of the real ladder, the last with two ranks, with a vocabulary that needs no download."""
+    import ladder
+    import verify
+    rungs = [rung for rung in ladder.RUNGS if rung[0] in ("overfit one batch", "float32", "two ranks (DDP)")]
+    monkeypatch.setattr(ladder, "RUNGS", rungs)
+    monkeypatch.setattr(ladder, "ROOT", checkout)
+    make_shards(checkout / "data")
+    extra = ["DATA_PATH=data/tiny", "TOKENIZER_PATH=byte260", "VOCAB_SIZE=260", "ITERATIONS=14", "MODEL_DIM=32",
+             "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu"]
+    ladder.climb(checkout / "out", "small", extra)
+    assert verify.verify_ladder(checkout / "out") == ([], [])
+    text = (checkout / "out" / "README.md").read_text()
+    assert all(f"| {rung[0]} |" in text for rung in rungs)
