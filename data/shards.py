@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MAKERS = ("data/prepare.py 2", "data/convert.py 2", "data/prepare.py", "data/convert.py")  # the last two: older sets
+PREPARE = "data/prepare.py 2"  # made_by in manifest.json
+CONVERT = "data/convert.py 2"
+MAKERS = (PREPARE, CONVERT, "data/prepare.py", "data/convert.py")  # the last two made older sets
 
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -39,7 +41,9 @@ def sha256_of(path: Path) -> str:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Return a shard's tokens as a memory map, uint16 (N,), N > 0. Raises ValueError if it is no shard or damaged."""
+    """Return a shard's tokens as a memory map, uint16 (N,), N > 0.
+
+    Raises ValueError if the file is not a shard or is damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     if len(header) < 3 or header[:2] != [SHARD_MAGIC, SHARD_VERSION]:
         raise ValueError(f"{path} is not a token shard: it starts with the integers {header[:2]}, "
@@ -47,7 +51,7 @@ def open_shard(path: Path) -> np.ndarray:
     count = header[2]
     size = path.stat().st_size
     if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is damaged: its header announces {count} tokens, but the file has {size} bytes")
+        raise ValueError(f"{path} is damaged: its header announces {count} tokens, but it has {size} bytes")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
@@ -125,7 +129,7 @@ class Tokenizer:
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
     def count_bytes(self, ids: np.ndarray) -> int:
-        """Return the UTF-8 bytes of the text that a document's ids stand for. Unknown tokens count as nothing."""
+        """Return the number of UTF-8 bytes of a document's text. Unknown tokens count as nothing."""
         return len(self.decode(ids))
 
 
@@ -196,8 +200,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class TableTokenizer(Tokenizer):
-    """A .json file with the bytes of each token. Kind "char" encodes characters, and as bytes those it does not have;
-    kind "table", another project's vocabulary, only decodes."""
+    """A .json file with the bytes of each token.
+
+    Kind "char" encodes characters, as bytes those that it does not have. Kind "table" only decodes."""
 
     def __init__(self, path: str):
         table = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -221,10 +226,10 @@ class TableTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
-    """Load a SentencePiece .model, a vocabulary .json, "byte260", or one of tiktoken's encodings by its name.
+    """Load a SentencePiece .model, a vocabulary .json, "byte260", or a tiktoken encoding by its name.
 
-    With a folder, a file is copied to FOLDER/tokenizer.model or .json and is the tokenizer's `file`. Raises ValueError
-    if it cannot be loaded or has more than 65,536 tokens."""
+    With a folder, a file is copied there as tokenizer.model or .json, which is the tokenizer's `file`.
+    Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
     is_file = spec.endswith((".model", ".json"))
     try:
         if spec.endswith(".model"):
@@ -236,10 +241,10 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         else:
             tokenizer = TiktokenTokenizer(spec)
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
-        raise ValueError(f"--tokenizer {spec!r} cannot be used: {error!r}; it must be a SentencePiece .model, "
-                         f"a .json of data/README.md, byte260, or gpt2") from None
+        raise ValueError(f"--tokenizer {spec!r} cannot be used: {error!r}; it must be a SentencePiece "
+                         f".model, a vocabulary .json, byte260, or gpt2") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"--tokenizer {spec!r} has {tokenizer.vocab_size} tokens, but a shard stores uint16: "
+        raise ValueError(f"--tokenizer {spec!r} has {tokenizer.vocab_size} tokens, but shards store uint16: "
                          f"use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec
     tokenizer.file = Path(spec) if is_file else None
@@ -273,11 +278,11 @@ def progress_bar(title: str, total: int, unit: str = "B") -> Iterator[Callable[[
 def write_dataset(fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
-    The folder is hidden until it is complete. Raises ValueError if options.out holds anything but a data set that one
-    of these scripts made."""
+    The folder is hidden until it is complete. Raises ValueError if options.out holds anything but a data
+    set that one of these scripts made."""
     out = Path(options.out).resolve()
     if out.is_mount() or (out.exists() and any(out.iterdir()) and not is_ours(out)):
-        raise ValueError(f"--out {options.out!r} holds files that this script did not make; choose another folder")
+        raise ValueError(f"--out {options.out!r} holds files that this script did not make: choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
         folder = Path(parent, out.name)
@@ -290,7 +295,7 @@ def write_dataset(fill: Callable, options) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether a folder holds only what its manifest.json lists, and one of these scripts wrote that."""
+    """Return whether a folder holds only what is listed in a manifest.json of these scripts."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         known = {"manifest.json", manifest["tokenizer"]["name"]}
@@ -303,10 +308,11 @@ def is_ours(folder: Path) -> bool:
 
 
 def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: dict) -> str:
-    """Write manifest.json, check the data set with the trainer, and return a summary with the command to run next.
+    """Write manifest.json and check the data set with the trainer; return a summary with the next command.
 
-    `origin` has the manifest's made_by, sources and split. `splits` has documents, tokens, bytes and shards of "train"
-    and "val", and for "val" decoded_bytes and changed_documents. Raises ValueError if the trainer's count differs."""
+    `origin` has the manifest's made_by, sources and split. `splits` has documents, tokens, bytes and shards
+    of "train" and "val", and for "val" decoded_bytes and changed_documents. Raises ValueError if the trainer
+    refuses the data set."""
     val = splits["val"]
     if not val["decoded_bytes"]:
         raise ValueError("the validation tokens decode to no text, so there would be no score per byte")
@@ -331,8 +337,8 @@ def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: d
 
 
 def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -> None:
-    """Load the data set with train_gpt.py. Raises ValueError if a shard or id is invalid, or if the bytes that it
-    charges for the validation split are not the decoded_bytes of manifest.json."""
+    """Load the data set with train_gpt.py. Raises ValueError if a shard or an id is invalid, or if the bytes
+    that it counts in the validation split are not the decoded_bytes in manifest.json."""
     if str(REPOSITORY) not in sys.path:
         sys.path.append(str(REPOSITORY))
     import train_gpt  # needs torch, which nothing else here does
@@ -352,15 +358,17 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
     for part, counts in splits.items():
         if counts["documents"]:
             per_token = counts["bytes"] / counts["tokens"]
-            lines.append(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} "
-                         f"tokens, {per_token:.3f} bytes per token, {len(counts['shards'])} shards")
+            lines.append(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
+                         f"{counts['tokens']:,} tokens, {per_token:.3f} bytes per token, "
+                         f"{len(counts['shards'])} shards")
     if dropped := splits["train"].get("dropped_documents"):
-        lines.append(f"{dropped:,} training documents were left out because they are also validation documents")
+        lines.append(f"{dropped:,} training documents were left out: they are also validation documents")
     val = splits["val"]
     if val["changed_documents"]:
-        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} validation "
-                     f"documents. The split's {val['bytes']:,} bytes become {val['decoded_bytes']:,}. "
-                     f"Divide val_bpb by {val['original_per_decoded_byte']:.6f} to get bits per original byte.")
+        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} "
+                     f"validation documents. The split's {val['bytes']:,} bytes become "
+                     f"{val['decoded_bytes']:,}. Divide val_bpb by {val['original_per_decoded_byte']:.6f} "
+                     f"to get bits per original byte.")
     path = f"{out}/{tokenizer.file.name}" if tokenizer.file else tokenizer.spec
     command = ["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
                f"VOCAB_SIZE={tokenizer.vocab_size}"]

@@ -222,7 +222,7 @@ def test_files_that_lie_in_out_are_never_replaced(hub, run, tmp_path):
     run("--train-shards", 1, "--out", out)
     assert os.path.samefile(out / "fineweb_val_000000.bin",
                             next((tmp_path / "cache").rglob("snapshots/*/*/*/*/fineweb_val_000000.bin")))
-    for content, wanted in ((hub.files[f"{SHARDS}val_000001.bin"], "published sha256"), (b"short", "has 5 bytes, but")):
+    for content, wanted in ((hub.files[f"{SHARDS}val_000001.bin"], "published sha256"), (b"short", "has 5 bytes, not the published")):
         (out / "fineweb_val_000000.bin").unlink()
         (out / "fineweb_val_000000.bin").write_bytes(content)
         with pytest.raises(SystemExit, match=f"fineweb_val_000000.bin .*{wanted}.* delete it or choose another --out"):
@@ -235,7 +235,7 @@ def test_files_that_lie_in_out_are_never_replaced(hub, run, tmp_path):
 
 def test_offline_takes_what_is_in_the_cache(hub, run, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SystemExit, match=f"in the cache has no {SHARDS}val_000000.bin"):
+    with pytest.raises(SystemExit, match=f"the cache \\(HF_HUB_OFFLINE is set\\) has no {SHARDS}val_000000.bin"):
         run("--out", tmp_path / "offline")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     run("--train-shards", 2, "--out", tmp_path / "online")
