@@ -21,8 +21,8 @@ def ids(*texts):
 def byte_set(folder, train, val):
     """A new folder of byte260 shards, given the tokens of each; its manifest names the tokenizer and nothing else."""
     folder.mkdir()
-    for part, shards in (("train", train), ("val", val)):
-        for number, tokens in enumerate(shards):
+    for part, parts in (("train", train), ("val", val)):
+        for number, tokens in enumerate(parts):
             write_shard(folder / f"x_{part}_{number:06d}.bin", tokens)
     (folder / "manifest.json").write_text('{"tokenizer": {"name": "byte260"}}')
     return folder
