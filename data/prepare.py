@@ -48,7 +48,7 @@ TEXT_ENDINGS = (".txt", ".txt.gz", ".txt.xz")
 JSON_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
 BLOCK_BYTES = 1 << 16  # read from a file at a time
-BATCH_BYTES = 1 << 20  # of text that a worker encodes at a time
+BATCH_CHARS = 1 << 20  # of documents that a worker encodes at a time
 CACHED_CHARS = 4_000_000  # of words whose ids a worker keeps: about 450,000 words, 100 MB
 VAL_FRACTION = 0.05
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
@@ -373,111 +373,89 @@ def encode_batch(texts: list[str]) -> list[np.ndarray]:
     return encoded
 
 
-class SplitWriter:
-    """Has the documents of "train" or "val" encoded by workers, writes them as shards and counts them."""
+def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
+    """Yield "train" or "val" and the text of each document, counting the ones that are dropped.
 
-    def __init__(self, folder: Path, part: str, tokenizer: Tokenizer, pool: ProcessPoolExecutor, options):
-        self.shards = ShardWriter(folder, f"{folder.name}_{part}", options.shard_tokens)
-        self.tokenizer = tokenizer
-        self.pool = pool
-        self.max_pending = 2 * options.workers + 2
-        self.is_validation = part == "val"
-        self.counts = {"documents": 0, "bytes": 0, "tokens": 0}
-        if self.is_validation:
-            self.counts |= {"decoded_bytes": 0, "changed_documents": 0}
-        else:
-            self.counts["dropped_documents"] = 0
-        self.pending = deque()  # batches of texts and the futures of their ids
-        self.batch: list[str] = []
-        self.batch_bytes = 0
-
-    def add(self, text: str, size: int) -> None:
-        """Add a document of `size` bytes."""
-        self.counts["documents"] += 1
-        self.counts["bytes"] += size
-        self.batch.append(text)
-        self.batch_bytes += size
-        if self.batch_bytes >= BATCH_BYTES:
-            self.submit()
-
-    def submit(self) -> None:
-        """Have the batch encoded; write the oldest one if many are pending."""
-        if self.batch:
-            self.pending.append((self.batch, self.pool.submit(encode_batch, self.batch)))
-            self.batch = []
-            self.batch_bytes = 0
-        if len(self.pending) > self.max_pending:
-            self.write(*self.pending.popleft())
-
-    def write(self, texts: list[str], future: Future) -> None:
-        """Write a batch when its ids are there."""
-        bos = np.array([self.tokenizer.bos], dtype=np.uint16)
-        parts = []
-        for text, ids in zip(texts, future.result()):
-            parts += [bos, ids]
-            if self.is_validation:
-                self.check(text, ids)
-        tokens = np.concatenate(parts)
-        self.counts["tokens"] += len(tokens)
-        self.shards.write(tokens)
-
-    def check(self, text: str, ids: np.ndarray) -> None:
-        """Count the bytes that a document decodes to. Raises ValueError if it is changed, except by
-        SentencePiece, which may normalise."""
-        is_changed = self.tokenizer.decode(ids) != text.encode("utf-8")
-        if is_changed and self.tokenizer.kind != "sentencepiece":
-            raise ValueError(f"{self.tokenizer.spec} does not decode to the text that it encoded: "
-                             f"{text[:60]!r}")
-        self.counts["decoded_bytes"] += self.tokenizer.count_bytes(ids)
-        self.counts["changed_documents"] += is_changed
-
-    def close(self) -> dict:
-        """Complete the shards; return the split's part of the manifest."""
-        self.submit()
-        while self.pending:
-            self.write(*self.pending.popleft())
-        self.shards.close()
-        return {**self.counts, "shards": self.shards.shards}
-
-
-def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> dict:
-    """Encode all documents into shards; return the manifest's splits. Raises ValueError if one is empty."""
-    spec = str(tokenizer.file or tokenizer.spec)
-    with ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(spec,)) as pool:
-        train = SplitWriter(folder, "train", tokenizer, pool, options)
-        val = SplitWriter(folder, "val", tokenizer, pool, options)
-        add_documents(train, val, split, options)
-        splits = {"train": train.close(), "val": val.close()}
-    total = splits["train"]["documents"] + splits["val"]["documents"]
-    for part, is_needed in (("val", True), ("train", bool(options.sources))):
-        if is_needed and not splits[part]["documents"]:
-            raise ValueError(f"none of the {total} documents is in the {part} split: try another "
-                             f"--val-fraction (now {options.val_fraction}), --val-docs N (the first N "
-                             f"documents), or --val-file")
-    return splits
-
-
-def add_documents(train: SplitWriter, val: SplitWriter, split: Split, options) -> None:
-    """Give each document to its split. Raises ValueError for a training document that is also a validation
-    document, unless --drop-shared is set."""
+    Raises ValueError for a training document that is also a validation document without --drop-shared."""
     validation_digests = set()
-    val_files = [options.val_file] if options.val_file else []
-    for is_val_file, sources in ((True, val_files), (False, options.sources)):
+    jobs = [(True, [options.val_file])] if options.val_file else []
+    if options.sources:
+        jobs.append((False, options.sources))
+    for is_val_file, sources in jobs:
         for number, text in enumerate(read_documents(sources, "encoding")):
-            raw = text.encode("utf-8")
-            digest = hashlib.sha256(raw).digest()
+            digest = hashlib.sha256(text.encode("utf-8")).digest()
             if is_val_file or split.is_validation(number, digest):
-                val.add(text, len(raw))
                 if not split.by_hash:
                     validation_digests.add(digest[:16])
+                yield "val", text
             elif digest[:16] not in validation_digests:
-                train.add(text, len(raw))
+                yield "train", text
             elif options.drop_shared:
-                train.counts["dropped_documents"] += 1
+                counts["train"]["dropped_documents"] += 1
             else:
                 raise ValueError(f"training document {number + 1} is also a validation document, which makes "
                                  f"scores too good: use --drop-shared, or --val-fraction, which keeps equal "
                                  f"documents together")
+
+
+def encode_all(documents: Iterator[tuple[str, str]], spec: str, workers: int) -> Iterator[tuple]:
+    """Yield the split, text and ids of each document in order; worker processes encode batches of them."""
+    pending = deque()
+    batch = []
+    chars = 0
+    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(spec,)) as pool:
+        for part, text in documents:
+            batch.append((part, text))
+            chars += len(text)
+            if chars >= BATCH_CHARS:
+                pending.append((batch, pool.submit(encode_batch, [text for _, text in batch])))
+                batch = []
+                chars = 0
+            if len(pending) > 2 * workers:
+                yield from wait_for(*pending.popleft())
+        if batch:
+            pending.append((batch, pool.submit(encode_batch, [text for _, text in batch])))
+        while pending:
+            yield from wait_for(*pending.popleft())
+
+
+def wait_for(batch: list[tuple[str, str]], encoded: Future) -> Iterator[tuple]:
+    """Yield the split, text and ids of each document of a batch."""
+    for (part, text), ids in zip(batch, encoded.result()):
+        yield part, text, ids
+
+
+def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> dict:
+    """Encode all documents into shards; return the manifest's splits. Raises ValueError if one is empty, or
+    if a tokenizer other than SentencePiece, which may normalise, changes the text."""
+    writers = {part: ShardWriter(folder, f"{folder.name}_{part}", options.shard_tokens)
+               for part in ("train", "val")}
+    splits = {"train": {"documents": 0, "bytes": 0, "dropped_documents": 0},
+              "val": {"documents": 0, "bytes": 0, "decoded_bytes": 0, "changed_documents": 0}}
+    documents = assign(split, options, splits)
+    bos = np.array([tokenizer.bos], dtype=np.uint16)
+    for part, text, ids in encode_all(documents, str(tokenizer.file or tokenizer.spec), options.workers):
+        writers[part].write(np.concatenate((bos, ids)))
+        raw = text.encode("utf-8")
+        splits[part]["documents"] += 1
+        splits[part]["bytes"] += len(raw)
+        if part == "val":
+            is_changed = tokenizer.decode(ids) != raw
+            if is_changed and tokenizer.kind != "sentencepiece":
+                raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
+            splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids)
+            splits[part]["changed_documents"] += is_changed
+    for part, writer in writers.items():
+        writer.close()
+        splits[part]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
+        splits[part]["shards"] = writer.shards
+    total = splits["train"]["documents"] + splits["val"]["documents"]
+    for part in ("val", "train") if options.sources else ("val",):
+        if not splits[part]["documents"]:
+            raise ValueError(f"none of the {total} documents is in the {part} split: try another "
+                             f"--val-fraction (now {options.val_fraction}), --val-docs N (the first N "
+                             f"documents), or --val-file")
+    return splits
 
 
 def check_published(options) -> None:

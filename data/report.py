@@ -292,6 +292,7 @@ def draw(path: str, name: str, splits: dict[str, Split]) -> None:
              ylabel="documents (% of the split's)")
     right.set(title="Token frequencies", xscale="log", yscale="log", xlabel="rank of a token by frequency",
               ylabel="occurrences (% of the split's tokens)")
+    left.margins(y=0.2)  # room for the legend
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -19,7 +19,7 @@ from test_bytes import write_jsonl
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """So that a file takes many blocks and batches, as large files do."""
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 200)
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 200)
     monkeypatch.setattr(prepare, "BLOCK_BYTES", 150)
 
 
