@@ -75,7 +75,7 @@ class Hub:
 
 
 def check_file(path: Path, size: int | None, digest: str | None) -> None:
-    """Raise ValueError unless a file has the size and sha256, where they are not None, and a valid header."""
+    """Raise ValueError unless a file has the size and sha256, if not None, and as a shard a valid header."""
     found = path.stat().st_size
     if size not in (None, found):
         raise ValueError(f"{path} has {found} bytes, not the published {size}: delete it or choose "
@@ -117,7 +117,7 @@ def find_dataset(hub: Hub, folder: str, variant: str) -> tuple[str, str, int, in
         entry = entries[variant]
         models = {item["name"]: item.get("model_path") for item in manifest["tokenizers"]}
         tokenizer = variant if variant in BUILT_IN else folder + models[entry["tokenizer_name"]]
-        val_shards = int(entry["stats"]["files_val"])
+        val_shards = int(entry.get("stats", {}).get("files_val", 1))
         return f"{folder}{entry['path']}/", tokenizer, int(entry["vocab_size"]), val_shards
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"the repository's manifest.json cannot be used: {error!r}") from None

@@ -442,7 +442,8 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
         if part == "val":
             is_changed = tokenizer.decode(ids) != raw
             if is_changed and tokenizer.kind != "sentencepiece":
-                raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
+                raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: "
+                                 f"{text[:60]!r}")
             splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids)
             splits[part]["changed_documents"] += is_changed
     for part, writer in writers.items():

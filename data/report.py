@@ -196,7 +196,7 @@ def column(part: str, split: Split, tokenizer: Tokenizer, manifest) -> dict[str,
     original = get(manifest, "splits", part, "bytes")
     is_known = isinstance(original, int)
     by_id = split.counts.sum(axis=0)
-    _, first, copies = np.unique(split.digests, return_index=True, return_counts=True)
+    _, copies = np.unique(split.digests, return_counts=True)
     values = {
         "shards": len(split.shards),
         "documents": len(split.starts) if split.has_bos else "1 (no BOS)",
@@ -211,7 +211,7 @@ def column(part: str, split: Split, tokenizer: Tokenizer, manifest) -> dict[str,
         "  max": split.lengths.max(),
         "tokens before the first document": split.starts[0],
         "documents that occur again": np.count_nonzero(copies > 1),
-        "  their further copies": len(split.digests) - len(first),
+        "  their further copies": len(split.digests) - len(copies),
         "tokens of the vocabulary in use": np.count_nonzero(by_id),
     }
     if tokenizer.unknown >= 0:
@@ -243,7 +243,7 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
     if ours:
         problems += compare(splits, tokenizer, ours)
     problems += find_shared(splits, tokenizer)
-    proof = "not run" + ", because of the problems below" * bool(problems)
+    proof = "not run, because of the problems below" if problems else "not run, without a validation split"
     if not problems and "val" in splits:
         try:
             check_with_trainer(folder, tokenizer, "train" in splits)
@@ -251,9 +251,11 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
         except ValueError as error:
             proof = "failed"
             problems.append(str(error))
-    listed = "compared" if ours else "of another maker, only sha256 are compared" if manifest else "none"
+    compared = "none"
+    if manifest:
+        compared = "compared" if ours else "of another maker, only sha256 are compared"
     lines = [f"data set: {folder.resolve().name}",
-             f"manifest.json: {listed}",
+             f"manifest.json: {compared}",
              f"train_gpt.py's check: {proof}",
              f"tokenizer: {tokenizer.spec}, {tokenizer.kind}, {tokenizer.vocab_size:,} tokens"]
     columns = [column(part, split, tokenizer, ours) for part, split in splits.items()]
