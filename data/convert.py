@@ -130,7 +130,7 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
             advance(len(document))
             ids = document[document != tokenizer.bos]
             documents += len(ids) < len(document)
-            size += tokenizer.count_bytes(ids)
+            size += tokenizer.count_bytes(ids, tokenizer.decode(ids))
     writer.close()
     if tokens and not documents:
         documents = 1  # there is no BOS

@@ -435,16 +435,18 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
     documents = assign(split, options, splits)
     bos = np.array([tokenizer.bos], dtype=np.uint16)
     for part, text, ids in encode_all(documents, str(tokenizer.file or tokenizer.spec), options.workers):
-        writers[part].write(np.concatenate((bos, ids)))
+        writers[part].write(bos)
+        writers[part].write(ids)
         raw = text.encode("utf-8")
         splits[part]["documents"] += 1
         splits[part]["bytes"] += len(raw)
         if part == "val":
-            is_changed = tokenizer.decode(ids) != raw
+            decoded = tokenizer.decode(ids)
+            is_changed = decoded != raw
             if is_changed and tokenizer.kind != "sentencepiece":
                 raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: "
                                  f"{text[:60]!r}")
-            splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids)
+            splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids, decoded)
             splits[part]["changed_documents"] += is_changed
     for part, writer in writers.items():
         writer.close()

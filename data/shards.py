@@ -76,9 +76,11 @@ class ShardWriter:
                 self.file = path.open("wb")
                 self.file.write(bytes(HEADER_BYTES))
                 self.count = 0
-            part, tokens = np.split(tokens, [self.shard_tokens - self.count])
-            self.file.write(part.astype("<u2").tobytes())
+            room = self.shard_tokens - self.count
+            part = np.ascontiguousarray(tokens[:room], dtype="<u2")
+            self.file.write(part.data)
             self.count += len(part)
+            tokens = tokens[room:]
             if self.count == self.shard_tokens:
                 self.close()
 
@@ -128,9 +130,9 @@ class Tokenizer:
         """Return the UTF-8 text of a document's ids."""
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
-    def count_bytes(self, ids: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of a document's text. Unknown tokens count as nothing."""
-        return len(self.decode(ids))
+    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
+        """Return the number of bytes of a decoded document, without those that stand for unknown tokens."""
+        return len(decoded)
 
 
 def byte_ids(text: str) -> np.ndarray:
@@ -168,9 +170,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> bytes:
         return self.model.decode(ids.tolist()).encode("utf-8")
 
-    def count_bytes(self, ids: np.ndarray) -> int:
-        unknown = int(np.count_nonzero(ids == self.unknown))  # each decodes to a replacement sign
-        return len(self.decode(ids)) - unknown * len(self.unknown_text)
+    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
+        unknown = int(np.count_nonzero(ids == self.unknown))
+        return len(decoded) - unknown * len(self.unknown_text)
 
 
 class TiktokenTokenizer(Tokenizer):
