@@ -1,218 +1,182 @@
-"""Turn token files of other projects into shards and a manifest that train_gpt.py can read and check.
+"""Convert token files of other projects into shards with a manifest that train_gpt.py can check.
 
-    python data/convert.py fineweb10B/ --tokenizer gpt2 --out data/datasets/fineweb_gpt2          modded-nanogpt, llm.c
-    python data/convert.py edu_fineweb10B/ --tokenizer gpt2 --out data/datasets/edu_gpt2          build-nanogpt's .npy
-    python data/convert.py openwebtext/ --headerless --tokenizer gpt2 --out data/datasets/owt     nanoGPT's .bin
-    python data/convert.py shakespeare_char/ --headerless --tokenizer shakespeare_char/meta.pkl --out data/datasets/char
-    python data/convert.py tinystories/ --tokenizer llama3/tokenizer.model --out data/datasets/stories
+    python data/convert.py fineweb10B/ --tokenizer gpt2 --out data/datasets/fineweb_gpt2
+    python data/convert.py edu_fineweb10B/ --tokenizer gpt2 --out data/datasets/edu_gpt2
+    python data/convert.py openwebtext/ --headerless --tokenizer gpt2 --out data/datasets/owt
+    python data/convert.py chars/ --headerless --tokenizer chars/meta.pkl --out data/datasets/chars
 
-A FILE is a .bin or .npy of token ids, or a folder of them. Files with "val" or "test" in their names are the validation
-split, the others are for training; what a file is, its first bytes tell. A vocabulary of more than 65,536 tokens has no
-room in the shards: its tokens are numbered anew, in their order, and the ones that occur have to be few enough.
+A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a
+folder of them. Files with "val" or "test" in their names become the validation split, the others the
+training split.
 """
 
 import argparse
-import base64
 import pickle
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from prepare import TOKENIZER_ERRORS, Progress, ShardWriter, Tokenizer, finish, write_dataset, write_vocabulary
+from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, Tokenizer, finish, load_tokenizer,
+                    open_shard, progress_bar, write_dataset, write_vocabulary)
 
-HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # of llm.c: magic number and version, type of a token
-HEADER_BYTES = 1024
 BLOCK_TOKENS = 1 << 22
-SPECIAL_TOKENS = 1024  # at most, with numbers behind the ranks; llama-3 has 256
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, strings and numbers. Anything that would run code is refused."""
+    """Reads dicts, strings and numbers, and refuses anything that would run code."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def open_tokens(path: Path, headerless: bool) -> np.ndarray:
-    """A file's token ids as a memory map of integers (N,). ValueError: it is of no known kind, or damaged."""
+    """Return a file's token ids as a memory map of integers (N,), N > 0.
+
+    Raises ValueError if the file is of another kind or damaged."""
     if path.suffix == ".npy":
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # its header is Python text, which fails in many ways
-            raise ValueError(f"{path} is no .npy file: {error}") from None
-        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path} does not hold a row of token ids")
-    elif headerless:
-        if path.stat().st_size % 2:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, which are no uint16 tokens")
-        tokens = np.memmap(path, dtype="<u2", mode="r") if path.stat().st_size else np.zeros(0, dtype="<u2")
-    else:
-        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-        dtype = HEADERS.get(tuple(header[:2].tolist()))
-        if dtype is None:
-            raise ValueError(f"{path} starts with the integers {header[:2].tolist()}, which is no header that is "
-                             f"known; nanoGPT's files have none: --headerless")
-        count, size = int(header[2]) if len(header) * 4 == HEADER_BYTES else -1, path.stat().st_size
-        if count < 0 or size != HEADER_BYTES + count * np.dtype(dtype).itemsize:
-            raise ValueError(f"{path} is damaged: it has {size} bytes and a header that promises {count} tokens")
-        tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES) if count else np.zeros(0, dtype=dtype)
-    if len(tokens) == 0:
-        raise ValueError(f"{path} holds no tokens")
+        return open_npy(path)
+    if headerless:
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise ValueError(f"{path} has {size} bytes, which cannot be uint16 tokens")
+        return np.memmap(path, dtype="<u2", mode="r")
+    try:
+        return open_shard(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; use --headerless for nanoGPT's files") from None
+
+
+def open_npy(path: Path) -> np.ndarray:
+    """Return the array of an .npy file as a memory map. Raises ValueError if it is no row of integers."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # the header is Python text, which fails in many ways
+        raise ValueError(f"{path} is not a .npy file: {error}") from None
+    is_row = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    if not is_row or len(tokens) == 0:
+        raise ValueError(f"{path} does not hold a row of token ids")
     return tokens
 
 
 def find_files(names: list[str]) -> dict[str, list[Path]]:
-    """The files of both splits, by the names of the files; ValueError if there are none for validation."""
+    """Return the files of "train" and "val" by their names. Raises ValueError if there are none for val."""
     files = []
     for path in map(Path, names):
-        found = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy")) if path.is_dir() else [path]
-        if not found or not all(p.is_file() for p in found):
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy"))
+        else:
+            found = [path] if path.is_file() else []
+        if not found:
             raise ValueError(f"FILE {str(path)!r} is neither a .bin or .npy file nor a folder of them")
         files += found
     if len({path.resolve() for path in files}) < len(files):
         raise ValueError(f"a FILE is named twice: {', '.join(map(str, files))}")
-    files = [path for path in files if "_val_bytes_" not in path.name]  # a sidecar of older sets holds no tokens
-    val = [path for path in files if SPLIT_NAME.findall(path.name)[-1:] not in ([], ["train"])]
-    if not val:
+    splits = {"train": [], "val": []}
+    for path in files:
+        if "_val_bytes_" not in path.name:  # these files of older sets hold no tokens
+            last = SPLIT_NAME.findall(path.name)[-1:]
+            splits["train" if last in ([], ["train"]) else "val"].append(path)
+    if not splits["val"]:
         raise ValueError(f"none of {', '.join(path.name for path in files[:5])} has val or test in its name; "
-                         f"the validation split has to be a file of its own")
-    return {"train": [path for path in files if path not in val], "val": val}
+                         f"the validation split must be a file of its own")
+    return splits
 
 
-def read_vocabulary(spec: str) -> tuple[int | None, list[bytes]] | None:
-    """BOS token, None if the file does not say, and the bytes of each token, of a nanoGPT meta.pkl or a file of
-    ranks as tiktoken's and llama-3's are; None for other tokenizers. ValueError: it cannot be read."""
-    path = Path(spec)
-    if path.suffix == ".pkl":
-        try:
-            with path.open("rb") as file:
-                itos = PlainUnpickler(file).load()["itos"]
-            return -1, [itos[i].encode("utf-8") for i in range(len(itos))]
-        except Exception as error:  # a damaged pickle fails in many ways
-            raise ValueError(f"--tokenizer {spec!r} is no meta.pkl of nanoGPT: {error!r}") from None
-    if path.suffix not in (".model", ".tiktoken") or not path.is_file():
-        return None
+def read_meta(spec: str) -> list[bytes]:
+    """Return the UTF-8 bytes of each token of nanoGPT's meta.pkl. Raises ValueError if it is none."""
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
-        return None, [ranks[i] for i in range(len(ranks))]
-    except (ValueError, KeyError):  # then it is a model of SentencePiece
-        return None
+        with open(spec, "rb") as file:
+            characters = PlainUnpickler(file).load()["itos"]
+        return [characters[i].encode("utf-8") for i in range(len(characters))]
+    except Exception as error:  # a damaged pickle fails in many ways
+        raise ValueError(f"--tokenizer {spec!r} is not a meta.pkl of nanoGPT: {error!r}") from None
 
 
-def blocks(arrays: list[np.ndarray], used: np.ndarray | None) -> Iterator[np.ndarray]:
-    """The tokens of a split, uint16, BLOCK_TOKENS at a time; numbered anew by their places in `used`, if given."""
-    for array in arrays:
-        for start in range(0, len(array), BLOCK_TOKENS):
-            block = array[start:start + BLOCK_TOKENS]
-            yield (block if used is None else np.searchsorted(used, block)).astype(np.uint16)
-
-
-def documents(parts: Iterator[np.ndarray], bos: int) -> Iterator[np.ndarray]:
-    """The tokens from each BOS to the next; the parts as they are where the vocabulary has none."""
-    if bos < 0:
-        yield from parts
-        return
-    rest = np.zeros(0, dtype=np.uint16)
-    for part in parts:
-        joined = np.concatenate((rest, part))
-        *whole, rest = np.split(joined, np.flatnonzero(joined == bos))
-        yield from whole
-    yield rest
-
-
-def bos_first(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
-    """The arrays with the token that ends each document, as in nanoGPT's files, moved to where the next one starts."""
+def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
+    """Return the arrays so that each document starts with BOS; in nanoGPT's files each ends with it."""
     if not arrays or int(arrays[0][0]) == bos or int(arrays[-1][-1]) != bos:
         return arrays
     return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
 
 
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], used: np.ndarray | None, tokenizer: Tokenizer,
+def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
+    """Yield the tokens from each BOS to the next, uint16 (N,); any blocks of tokens if there is no BOS."""
+    rest = np.zeros(0, dtype=np.uint16)
+    for array in arrays:
+        for start in range(0, len(array), BLOCK_TOKENS):
+            block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
+            if bos < 0:
+                yield block
+                continue
+            joined = np.concatenate((rest, block))
+            *documents, rest = np.split(joined, np.flatnonzero(joined == bos))
+            yield from documents
+    yield rest
+
+
+def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer,
                 shard_tokens: int) -> dict:
-    """Writes a split as shards; returns its counts for the manifest."""
-    writer, counts = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens), {"documents": 0, "bytes": 0}
-    total = sum(len(array) for array in arrays)
-    with Progress(part, total, unit="token") as progress:
-        for document in documents(blocks(arrays, used), tokenizer.bos):
+    """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
+    writer = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens)
+    tokens = sum(len(array) for array in arrays)
+    documents = 0
+    size = 0
+    with progress_bar(part, tokens, unit="token") as advance:
+        for document in split_documents(arrays, tokenizer.bos):
             writer.write(document)
-            progress(len(document))
+            advance(len(document))
             ids = document[document != tokenizer.bos]
-            counts["documents"] += len(ids) < len(document)
-            counts["bytes"] += tokenizer.decoded_size(ids)
+            documents += len(ids) < len(document)
+            size += tokenizer.count_bytes(ids, tokenizer.decode(ids))
     writer.close()
-    counts["documents"] = max(counts["documents"], int(total > 0))
-    return {**counts, "tokens": total, "shards": writer.shards}
-
-
-def open_vocabulary(spec: str, arrays: dict[str, list[np.ndarray]]) -> tuple[int, int, list[bytes] | None]:
-    """The number of tokens that a file may hold, the BOS token (-1: none), and the bytes of each token where the
-    tokenizer is one that only this script reads."""
-    vocabulary = read_vocabulary(spec)
-    if vocabulary is None:
-        try:
-            tokenizer = Tokenizer(spec)
-        except TOKENIZER_ERRORS as error:
-            raise ValueError(f"--tokenizer {spec!r} cannot be used: {error!r}") from None
-        return tokenizer.vocab_size, tokenizer.bos, None
-    bos, tokens = vocabulary
-    if bos is None:  # special tokens have no ranks, but numbers behind them; the first of a file starts its document
-        first, largest = int(arrays["val"][0][0]), max(int(array.max()) for array in sum(arrays.values(), []))
-        if largest >= len(tokens) + SPECIAL_TOKENS:
-            raise ValueError(f"token {largest} occurs, but --tokenizer {spec!r} has {len(tokens)} ranks: these tokens "
-                             f"are of another vocabulary")
-        bos = first if first >= len(tokens) else -1
-        tokens += [b""] * (largest + 1 - len(tokens))
-    return len(tokens), bos, tokens
+    if tokens and not documents:
+        documents = 1  # there is no BOS
+    return {"documents": documents, "bytes": size, "tokens": tokens, "shards": writer.shards}
 
 
 def convert(folder: Path, options) -> str:
-    """Writes the data set into the empty folder; returns what is to be said about it."""
-    files, spec, file, used = find_files(options.files), options.tokenizer, None, None
-    arrays = {part: [open_tokens(path, options.headerless) for path in paths] for part, paths in files.items()}
-    vocab_size, bos, tokens = open_vocabulary(spec, arrays)
+    """Write the data set into an empty folder; return a summary."""
+    files = find_files(options.files)
+    arrays = {part: [open_tokens(path, options.headerless) for path in files[part]] for part in files}
+    if options.tokenizer.endswith(".pkl"):
+        path = folder / "tokenizer.json"
+        write_vocabulary(path, "table", -1, read_meta(options.tokenizer))
+        tokenizer = load_tokenizer(str(path))
+    else:
+        tokenizer = load_tokenizer(options.tokenizer, folder)
     for part, paths in files.items():
         for path, array in zip(paths, arrays[part]):
             for token in (int(array.min()), int(array.max())):
-                if not 0 <= token < vocab_size:
-                    raise ValueError(f"{path} holds token {token}, but --tokenizer {spec!r} has {vocab_size}")
-        arrays[part] = bos_first(arrays[part], bos)
-    if tokens is not None:
-        if vocab_size > 1 << 16:
-            used = np.unique(np.concatenate([np.unique(array) for array in sum(arrays.values(), [])]))
-            tokens, bos = [tokens[i] for i in used], int(np.searchsorted(used, bos)) if bos >= 0 else -1
-        if len(tokens) > 1 << 16:
-            raise ValueError(f"{len(tokens)} different tokens occur, but a shard holds uint16: convert less text")
-        file = folder / "tokenizer.json"
-        write_vocabulary(file, "table", bos, tokens)
-    elif spec.endswith((".model", ".json")):
-        file = folder / f"tokenizer{Path(spec).suffix}"
-        shutil.copyfile(spec, file)
-    tokenizer = Tokenizer(str(file or spec))
-    splits = {part: write_split(folder, part, arrays[part], used, tokenizer, options.shard_tokens) for part in arrays}
-    # What the tokens decode to is all there is; the text that they were made from is not known.
+                if not 0 <= token < tokenizer.vocab_size:
+                    raise ValueError(f"{path} holds token {token}, but --tokenizer {options.tokenizer!r} has "
+                                     f"{tokenizer.vocab_size} tokens")
+        arrays[part] = move_bos(arrays[part], tokenizer.bos)
+    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens)
+              for part in files}
+    # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
-    return finish(folder, options.out, "data/convert.py 2", [path.name for paths in files.values() for path in paths],
-                  {"val_files": [path.name for path in files["val"]]}, tokenizer, file, splits)
+    origin = {"made_by": CONVERT, "sources": [path.name for paths in files.values() for path in paths],
+              "split": {"val_files": [path.name for path in files["val"]]}}
+    return finish(folder, options.out, origin, tokenizer, splits)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".bin or .npy files, or folders of them")
-    parser.add_argument("--tokenizer", required=True, help="gpt2 or another of tiktoken's names, byte260, a "
-                        "SentencePiece .model, a file of ranks (.tiktoken, llama-3's tokenizer.model), or a meta.pkl "
-                        "of nanoGPT")
-    parser.add_argument("--out", required=True, help="folder of the dataset; its name is the shards' name")
-    parser.add_argument("--headerless", action="store_true", help=".bin files are nothing but uint16 tokens")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="default %(default)s")
+    parser.add_argument("--tokenizer", required=True, help="gpt2 or another encoding of tiktoken, byte260, a "
+                        "SentencePiece .model, a vocabulary .json, or nanoGPT's meta.pkl")
+    parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
+    parser.add_argument("--headerless", action="store_true",
+                        help=".bin files hold only uint16 tokens (nanoGPT)")
+    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     options = parser.parse_args()
     try:
-        if not 0 < options.shard_tokens < 2**31:
-            raise ValueError(f"--shard-tokens {options.shard_tokens} has to be in 1..2**31-1")
+        if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
+            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
         write_dataset(convert, options)
     except (ValueError, OSError) as error:
         sys.exit(f"convert.py: {error}")

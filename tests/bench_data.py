@@ -1,4 +1,4 @@
-"""How fast text becomes shards and shards become batches: prints the tables that README.md quotes.
+"""How fast text becomes shards and shards become batches: prints the tables in data/README.md.
 
     python tests/bench_data.py TEXT.jsonl.xz TOKENIZER.model [--workers 2] [--repeat 3]
 

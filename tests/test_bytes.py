@@ -5,6 +5,7 @@ import json
 import numpy as np
 import prepare
 import pytest
+import shards
 import train_gpt
 from conftest import tiny_config
 
@@ -93,7 +94,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
     assert split["original_per_decoded_byte"] == 1.0 and not manifest["tokenizer"]["changes_text"]
     assert split["documents"] == len(val) and split["tokens"] == len(tokens)
-    assert (tokens == prepare.Tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
+    assert (tokens == shards.load_tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
@@ -127,39 +128,38 @@ def test_text_of_which_nothing_is_left_has_no_score(corpus, tmp_path, monkeypatc
 
 
 def test_other_tokenizers_may_not_change_text(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.Tokenizer, "decode", lambda self, ids: b"something else")
-    tokenizer = prepare.Tokenizer("byte260")
-    with pytest.raises(ValueError, match="x.txt: byte260 does not decode to the text it encoded"):
-        prepare.add_proof(prepare.Encoded(), tokenizer, b"text", tokenizer.encode("text"), "x.txt")
+    monkeypatch.setattr(shards.ByteTokenizer, "decode", lambda self, ids: b"something else")
+    with pytest.raises(SystemExit, match="byte260 does not decode to the text that it encoded"):
+        run_prepare(monkeypatch, corpus / "val.jsonl", "--val-docs", 3, "--tokenizer", "byte260", "--out", tmp_path / "set")
+    assert not (tmp_path / "set").exists()
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults", "kept", "crossing",
                                    "unigram", "shifting", "without_spaces"])
 def test_words_that_are_encoded_once_become_what_sentencepiece_makes_of_them(corpus, model, monkeypatch):
     """Traps, and random documents whose words come again and again, with a cache that overflows at times."""
-    monkeypatch.setattr(prepare, "KNOWN_CHARACTERS", 300)
-    tokenizer, random = prepare.Tokenizer(str(corpus / f"{model}.model")), np.random.default_rng(3)
+    monkeypatch.setattr(prepare, "CACHED_CHARS", 300)
+    tokenizer = shards.load_tokenizer(str(corpus / f"{model}.model"))
+    cache = prepare.WordCache(tokenizer.model)
+    random = np.random.default_rng(3)
     parts = [*WORDS, *"aeiouxyz.,;!?09", "\u2581", "  ", "\n", "½", "ö", "o\u0308", "日本", "\ufffd", "👩‍👩‍👧", "\u00a0", "a\u0300\u0323"]
     documents = [*TRAPS, *("".join(random.choice(parts, 30)) for _ in range(300)),
                  *(" ".join(random.choice(parts[:20], 30)) for _ in range(300))]
     learnt = 0
     for text in documents + documents:
-        known = len(tokenizer.words.ids)
-        assert tokenizer.encode(text).tolist() == tokenizer.model.encode(text), text
-        learnt += len(tokenizer.words.ids) > known
-        assert tokenizer.words.size <= 300 and len(tokenizer.words.ids) <= 300
+        known = len(cache.ids)
+        assert cache.encode(text).tolist() == tokenizer.encode(text).tolist() == tokenizer.model.encode(text), text
+        learnt += len(cache.ids) > known
+        assert cache.chars <= 300 and len(cache.ids) <= 300
     assert (learnt > 20) == (model in ("normalising", "no_fallback", "kept")) or model in ("shifting", "without_spaces")
 
 
-def test_a_document_that_is_encoded_otherwise_stops_everything(corpus, monkeypatch):
+def test_a_document_that_is_encoded_otherwise_stops_everything(corpus, tmp_path, monkeypatch):
     """One of each batch is compared with what SentencePiece makes of it."""
     monkeypatch.setattr(prepare.WordCache, "encode", lambda self, text: np.array([5, 6, 7], dtype=np.uint16))
-    monkeypatch.setattr(prepare, "WORKER", {"tokenizer": prepare.Tokenizer(str(corpus / "kept.model")),
-                                            "split": prepare.Split(None, 0.0)})
-    batch = prepare.Batch("x.txt", 0, False)
-    batch.add(b"it was the best of times")
-    with pytest.raises(AssertionError, match="as SentencePiece encodes them"):
-        prepare.encode_batch(batch, 0, False)
+    with pytest.raises(RuntimeError, match="WordCache and SentencePiece encode a document differently"):
+        run_prepare(monkeypatch, corpus / "train.jsonl", "--tokenizer", corpus / "kept.model", "--out", tmp_path / "set")
+    assert not (tmp_path / "set").exists()
 
 
 def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):

@@ -1,18 +1,16 @@
 """Token files of other projects: each kind becomes shards that the trainer reads and whose bytes it can prove."""
 
-import base64
 import json
 import pickle
 
 import convert
 import numpy as np
-import prepare
 import pytest
+import shards
 import train_gpt
 from conftest import run_here, tiny_arguments, tiny_config
 
 TEXTS = ["the quick brown fox", "", " jumps over ", "the lazy dög\n" * 9, "a"]
-WORDS = sorted({char.encode() for text in TEXTS for char in text} | {b"the ", b"qu", b"own", b"\xc3", b"\xb6"})
 
 
 def write_bin(path, tokens, magic=20240520, version=1, dtype="<u2", count=None):
@@ -94,7 +92,7 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     manifest, _, (kind, tokens, _) = load(out)
     assert (kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
     assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
-    assert prepare.Tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
+    assert shards.load_tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
     run_here(monkeypatch, tmp_path, *tiny_arguments(  # and the trainer takes it
         out, TOKENIZER_PATH=out / "tokenizer.json", VOCAB_SIZE=len(chars), TRAIN_SEQ_LEN=16, ITERATIONS=1))
 
@@ -106,51 +104,8 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Bomb()}))
     (tmp_path / "val.bin").write_bytes(bytes(100))
-    with pytest.raises(SystemExit, match="meta.pkl' is no meta.pkl.*it asks for .*Fail"):
+    with pytest.raises(SystemExit, match="meta.pkl' is not a meta.pkl.*it asks for .*Fail"):
         convert_to(monkeypatch, tmp_path / "set", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl", "--headerless")
-
-
-@pytest.mark.parametrize("extra, renumbered", [(0, False), (70_000, True)])
-def test_llama_tokens_are_numbered_anew_where_they_do_not_fit(tmp_path, monkeypatch, extra, renumbered):
-    """uint32 tokens, a file of ranks, and a token that starts documents and has no rank."""
-    unused = [b"unused %d" % i for i in range(extra)]
-    ranks = [*unused, *WORDS]
-    (tmp_path / "tokenizer.model").write_bytes(
-        b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks)))
-    bos = len(ranks) + 3
-    encode = {token: rank for rank, token in enumerate(ranks)}
-
-    def ids(text):
-        rest, found = text.encode(), []
-        while rest:
-            token = max((token for token in WORDS if rest.startswith(token)), key=len)
-            found.append(encode[token])
-            rest = rest[len(token):]
-        return found
-
-    streams = {split: [i for text in TEXTS * repeat for i in (bos, *ids(text))]
-               for split, repeat in (("train", 40), ("val", 1))}
-    for split, stream in streams.items():
-        write_bin(tmp_path / f"s_{split}.bin", stream, 20240801, 7, "<u4")
-    out = tmp_path / "set"
-    convert_to(monkeypatch, out, tmp_path / "s_train.bin", tmp_path / "s_val.bin", "--tokenizer", tmp_path / "tokenizer.model")
-    manifest, config, (kind, tokens, charged) = load(out)
-    used = sorted(set(streams["train"] + streams["val"]))
-    assert manifest["tokenizer"]["vocab_size"] == (len(used) if renumbered else bos + 1)
-    tokenizer = prepare.Tokenizer(str(out / "tokenizer.json"))
-    assert tokenizer.bos == (used.index(bos) if renumbered else bos)
-    assert charged == manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
-    assert tokenizer.decode(tokens).decode() == "".join(TEXTS) and (tokens == tokenizer.bos).sum() == len(TEXTS)
-    assert [used[i] if renumbered else i for i in shard_tokens(config, "train")] == streams["train"]
-
-
-def test_tokens_of_another_vocabulary_than_the_ranks_are_refused(tmp_path, monkeypatch):
-    """Tokens without a rank are special and have no bytes, but there are not many of them."""
-    (tmp_path / "some.tiktoken").write_bytes(b"".join(base64.b64encode(b"%d" % i) + b" %d\n" % i for i in range(100)))
-    for largest, wanted in ((1124, "token 1124 occurs.*has 100 ranks"), (2**32 - 1, "token 4294967295 occurs")):
-        write_bin(tmp_path / "s_val.bin", [5, 6, largest], 20240801, 7, "<u4")
-        with pytest.raises(SystemExit, match=wanted):
-            convert_to(monkeypatch, tmp_path / "set", tmp_path / "s_val.bin", "--tokenizer", tmp_path / "some.tiktoken")
 
 
 def test_the_last_split_in_a_name_counts_and_sidecars_are_no_tokens(tmp_path, monkeypatch):
@@ -198,14 +153,14 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
         ((good, "--tokenizer", tmp_path / "no.model"), "no.model' cannot be used"),
         ((tmp_path / "none.bin", "--tokenizer", "byte260"), "none.bin' is neither"),
         ((tmp_path / "empty", "--tokenizer", "byte260"), "empty' is neither"),
-        ((tmp_path / "val_text.bin", "--tokenizer", "byte260"), "no header that is known.*--headerless"),
+        ((tmp_path / "val_text.bin", "--tokenizer", "byte260"), "is not a token shard.*--headerless"),
         ((tmp_path / "val_odd.bin", "--tokenizer", "byte260", "--headerless"), "val_odd.bin has 3 bytes"),
-        ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin holds no tokens"),
-        ((tmp_path / "val.npy", "--tokenizer", "byte260"), "val.npy is no .npy file"),
+        ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin has 0 bytes"),
+        ((tmp_path / "val.npy", "--tokenizer", "byte260"), "val.npy is not a .npy file"),
         ((tmp_path / "val_float.npy", "--tokenizer", "byte260"), "val_float.npy does not hold a row of token ids"),
-        ((tmp_path / "val_object.npy", "--tokenizer", "byte260"), "val_object.npy is no .npy file"),
+        ((tmp_path / "val_object.npy", "--tokenizer", "byte260"), "val_object.npy is not a .npy file"),
         ((tmp_path / "val_negative.npy", "--tokenizer", "byte260"), "holds token -2"),
-        ((tmp_path / "val_short.bin", "--tokenizer", "byte260"), "val_short.bin is damaged: .* promises 4 tokens"),
+        ((tmp_path / "val_short.bin", "--tokenizer", "byte260"), "val_short.bin is damaged: its header announces 4 tokens"),
         ((tmp_path / "val_large.bin", "--tokenizer", "byte260"), "holds token 260, but .* has 260"),
         ((write_bin(tmp_path / "interval_train.bin", [1, 5]), "--tokenizer", "byte260"), "none of interval_train.bin has"),
     ):

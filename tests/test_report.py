@@ -1,15 +1,14 @@
 """What data/report.py says of sets whose documents are known."""
 
 import hashlib
-import io
 import json
 import re
 import struct
 import sys
 
-import prepare
 import pytest
 import report
+import shards
 from conftest import write_shard
 from test_bytes import TRAPS, WORDS, run_prepare, write_jsonl
 
@@ -22,8 +21,8 @@ def ids(*texts):
 def byte_set(folder, train, val):
     """A new folder of byte260 shards, given the tokens of each; its manifest names the tokenizer and nothing else."""
     folder.mkdir()
-    for part, shards in (("train", train), ("val", val)):
-        for number, tokens in enumerate(shards):
+    for part, parts in (("train", train), ("val", val)):
+        for number, tokens in enumerate(parts):
             write_shard(folder / f"x_{part}_{number:06d}.bin", tokens)
     (folder / "manifest.json").write_text('{"tokenizer": {"name": "byte260"}}')
     return folder
@@ -49,7 +48,7 @@ def row(page, label):
 
 
 def problems(page):
-    return page.split("\nproblems: ")[1].splitlines()[1:]
+    return [line.strip() for line in page.split("\nproblems: ")[1].splitlines()[1:]]
 
 
 def test_counts_of_documents_that_straddle_chunks_and_shards(tmp_path, monkeypatch, show):
@@ -57,26 +56,26 @@ def test_counts_of_documents_that_straddle_chunks_and_shards(tmp_path, monkeypat
     stream = ids(*texts)
     expected = {"documents": ["5", "1"], "tokens": [str(len(stream)), "4"], "bytes of decoded text": ["29", "3"],
                 "bytes per token": [f"{29 / 34:.3f}", "0.750"], "tokens per document: min": ["1", "4"],
-                "median": ["5", "4"], "mean": ["6.8", "4"], "90 %": ["12.8", "4"], "99 %": ["15.7", "4"],
-                "max": ["16", "4"], "tokens before the first document": ["0", "0"],
+                "median": ["5", "4"], "mean": ["6.8", "4"], "max": ["16", "4"],
+                "tokens before the first document": ["0", "0"], "tokens of the vocabulary in use": ["18", "4"],
                 "bytes of original text": ["unknown", "unknown"], "per decoded byte": ["unknown", "unknown"]}
     for number, (chunk, cuts) in enumerate([(1 << 20, []), (1, [1]), (3, [4, 5, 20]), (5, [7, 26, 33])]):
         monkeypatch.setattr(report, "CHUNK", chunk)
         edges = [0, *cuts, len(stream)]
-        shards = [stream[start:end] for start, end in zip(edges, edges[1:])]
-        page, end = show(byte_set(tmp_path / str(number), shards, [ids("val")]), "--samples", 5)
-        assert end is None and problems(page) == []
+        parts = [stream[start:end] for start, end in zip(edges, edges[1:])]
+        page, end = show(byte_set(tmp_path / str(number), parts, [ids("val")]), "--samples", 5)
+        assert end is None and problems(page) == [] and "train_gpt.py's check: passed" in page
         assert {label: row(page, label) for label in expected} == expected
-        assert row(page, "shards") == [str(len(shards)), "1"]
-        samples = re.findall(r"^ +\d+ +\d+ +\d+  ('.*')$", page.split("train, samples")[1].split("\nval")[0], re.M)
-        assert samples == [repr(text) for text in texts]
+        assert row(page, "shards") == [str(len(parts)), "1"]
+        samples = re.findall(r"^train, document (\d) \((\d+) tokens\): ('.*')$", page, re.M)
+        assert samples == [(str(i), str(1 + len(text.encode())), repr(text)) for i, text in enumerate(texts, 1)]
 
 
 def test_tokens_before_the_first_bos_and_no_bos_at_all(tmp_path, show):
     page, end = show(byte_set(tmp_path / "a", [ids("abcde")[1:], ids("f")], [ids("one piece")[1:]]))
     assert end is None and row(page, "tokens before the first document") == ["5", "0"]
     assert row(page, "documents") == ["1", "1 (no BOS)"] and row(page, "max") == ["2", "9"]
-    assert re.search(r"val, samples.*\n +1 +9 +9  'one piece'$", page, re.M)
+    assert "val, document 1 (9 tokens): 'one piece'" in page
 
 
 def test_repeated_and_shared_documents(tmp_path, show):
@@ -84,66 +83,57 @@ def test_repeated_and_shared_documents(tmp_path, show):
     folder = byte_set(tmp_path / "a", [train[:9], train[9:]], [ids("new", "newer")])
     page, end = show(folder)
     assert end is None and row(page, "documents that occur again") == ["2", "0"]
-    assert row(page, "further copies") == ["3", "0"] and row(page, "their tokens") == ["20", "0"]
+    assert row(page, "their further copies") == ["3", "0"]
     write_shard(folder / "x_val_000000.bin", ids("new", "thrice", "newer", "on", "once"))
     page, end = show(folder)
-    assert end == "report.py: problems: 1, see the end of the page"
-    assert problems(page) == ["  2 of the 5 val documents are also in train, with 12 tokens: scores are too good; the "
-                              "first of them is 'thrice'"]
+    assert end == "report.py: 1 problems; they are listed at the end of the report"
+    assert problems(page) == ["2 of the 5 val documents are also in train, which makes scores too good; the first is "
+                              "document 2 (7 tokens): 'thrice'"]
 
 
-def test_tokens_that_are_used_most_and_never(tmp_path, show):
-    most = "".join(chr(i) for i in range(128) if i not in b"A\n")
-    page, _ = show(byte_set(tmp_path / "a", [ids(most + "~~~")], [ids("##")]))
-    assert "in no document, 130 of the 256 tokens that stand for text: '\\n', 'A', 0x80, 0x81" in page
-    assert f"most frequent in train: '~' {4 / 130:.2%}, #1 {1 / 130:.2%}, '\\x00'" in page
-    assert "most frequent in val: '#' 66.67%, #1 33.33%\n" in page
-
-
-def test_longest_documents_and_samples(tmp_path, show):
+def test_samples_are_spread_and_their_text_is_quoted(tmp_path, show):
     long = "line\n\tof \x1b[31m " + 60 * "größer "
-    page, _ = show(byte_set(tmp_path / "a", [ids(*"abcdefghij", long, "k" * 9)], [ids("v")]), "--samples", 2)
-    longest = page.split("train, longest")[1].split("\n\n")[0].splitlines()[1:]
-    assert longest[0].split(None, 3) == ["11", f"{len(ids(long))}", f"{len(long.encode())}", repr(long[:60])]
-    assert [line.split()[0] for line in longest] == ["11", "12", "1", "2", "3"]
-    page, _ = show(tmp_path / "a", "--samples", 6)
-    samples = page.split("train, samples")[1].split("\n\n")[0].splitlines()[1:]
-    assert [line.split()[0] for line in samples if line[11] != " "] == ["2", "4", "6", "8", "10", "12"]
-    page, _ = show(tmp_path / "a", "--samples", 12)
-    shown = re.sub(r"\n {42}", "", page.split("train, samples")[1])
-    assert repr(long[:300]) in shown and repr(long[:301])[:-1] not in shown and "\x1b" not in page
-    assert "samples" not in show(tmp_path / "a", "--samples", 0)[0]
+    folder = byte_set(tmp_path / "a", [ids(*"abcdefghij", long, "k")], [ids("v")])
+    for samples, numbers in ((0, []), (2, ["4", "10"]), (6, ["2", "4", "6", "8", "10", "12"])):
+        assert re.findall(r"^train, document (\d+)", show(folder, "--samples", samples)[0], re.M) == numbers
+    page, _ = show(folder, "--samples", 12)
+    assert repr(long[:300]) in page and repr(long[:301])[:-1] not in page and "\x1b" not in page
 
 
 def test_damage_is_named_and_the_rest_is_read(tmp_path, show):
-    folder = byte_set(tmp_path / "a", [ids("whole"), ids("cut"), ids("other"), [], ids("fine")],
-                      [[1, 260, 9, 300], [1, 500]])
-    for number, change in ((1, lambda data: data[:-1]), (2, lambda data: b"x" + data[1:]), (4, lambda data: data)):
+    folder = byte_set(tmp_path / "a", [ids("whole"), ids("cut"), ids("other"), [], ids("fine")], [[1, 9]])
+    for number, change in ((1, lambda data: data[:-1]), (2, lambda data: b"x" + data[1:])):
         path = folder / f"x_train_{number:06d}.bin"
         path.write_bytes(change(path.read_bytes()))
     (folder / "x_train_000005.bin").write_bytes(b"")
     page, end = show(folder)
-    assert end == "report.py: problems: 6, see the end of the page" and row(page, "documents") == ["2", "2"]
+    assert end and row(page, "documents") == ["2", "1"] and "check: not run" in page
     for line, wanted in zip(problems(page), (
-            "x_train_000001.bin is damaged and left out: it has 1031 bytes and a header that promises 4 tokens",
-            "x_train_000002.bin is damaged .* starts with the integers", "x_train_000003.bin .* promises 0 tokens",
-            r"x_train_000005.bin .* integers \[\]", "x_val_000000.bin has 2 tokens beyond the vocabulary of 260",
-            "x_val_000001.bin has 1 tokens beyond"), strict=True):
+            "x_train_000001.bin is damaged: its header announces 4 tokens, but it has 1031 bytes",
+            "x_train_000002.bin is not a token shard: it starts with the integers", "x_train_000003.bin is damaged: its header "
+            "announces 0 tokens", r"x_train_000005.bin is not .* integers \[\]"), strict=True):
         assert re.search(wanted, line)
     for path in folder.glob("*.bin"):
         path.write_bytes(b"nothing")
-    assert len(problems(show(folder)[0])) == 8
+    assert len(problems(show(folder)[0])) == 7
+
+
+def test_the_trainer_has_the_last_word(tmp_path, show):
+    """Ids beyond the vocabulary are among what it refuses."""
+    page, end = show(byte_set(tmp_path / "a", [ids("fine")], [[1, 9], [1, 500]]))
+    assert end and "train_gpt.py's check: failed" in page and row(page, "bytes of decoded text") == ["4", "1"]
+    assert re.search("^train_gpt.py cannot use this data set: .*x_val_000001.bin holds token 500", problems(page)[0])
 
 
 def test_the_manifest_is_compared(tmp_path, show):
     folder = byte_set(tmp_path / "a", [ids("one"), ids("two", "three")], [ids("four")])
-    good = {"made_by": prepare.MADE_BY, "tokenizer": {"name": "byte260", "vocab_size": 260, "sha256": None}, "splits": {
+    good = {"made_by": shards.MAKERS[0], "tokenizer": {"name": "byte260", "vocab_size": 260, "sha256": None}, "splits": {
         "train": {"documents": 3, "tokens": 14, "bytes": 11, "shards": [
-            {"file": path.name, "tokens": path.stat().st_size // 2 - 512, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for path in sorted(folder.glob("*_train_*"))]},
         "val": {"documents": 1, "tokens": 5, "bytes": 4, "decoded_bytes": 4}}}
 
-    def say(**changes):
+    def differences(**changes):
         manifest = json.loads(json.dumps(good))
         for path, value in changes.items():
             *keys, last = path.split("__")
@@ -156,30 +146,29 @@ def test_the_manifest_is_compared(tmp_path, show):
         assert (end is None) == (problems(page) == [])
         return "\n".join(problems(page))
 
-    for maker in prepare.MAKERS:
-        assert say(made_by=maker) == ""
-        assert "val has 5 tokens, but manifest.json says 9" in say(made_by=maker, splits__val__tokens=9)
-    assert "the tokenizer's vocab_size is 260, but manifest.json says 261" in say(tokenizer__vocab_size=261)
-    assert "the tokenizer's sha256 is None, but manifest.json says 'ab'" in say(tokenizer__sha256="ab")
-    assert "x_train_000000.bin has 4 tokens, but manifest.json says 5" in say(splits__train__shards__0__tokens=5)
-    for part, key, found in (("train", "documents", 3), ("train", "tokens", 14), ("train", "bytes", 11),
-                             ("val", "documents", 1), ("val", "tokens", 5), ("val", "decoded_bytes", 4)):
-        for said in (9, None, "9"):
-            wanted = f"  {part} has {found} {key}, but manifest.json says {said!r}"
-            assert say(**{f"splits__{part}__{key}": said}) == wanted
-    assert say(splits__train__shards__1__sha256="0") == "  x_train_000001.bin does not have the sha256 of manifest.json"
-    assert "gone.bin is listed in manifest.json, but is not there" in say(splits__train__shards__0__file="gone.bin")
-    assert say(splits__train=5).count("says None") == 3
-    assert say(made_by="another", splits__val__tokens=9) == ""
-    assert "000001" in say(made_by="another", splits__train__shards__1__sha256="0")
+    for maker in shards.MAKERS:
+        assert differences(made_by=maker) == ""
+    assert "the tokenizer's vocab_size is 260, but manifest.json says 261" in differences(tokenizer__vocab_size=261)
+    assert "the tokenizer's sha256 is None, but manifest.json says 'ab'" in differences(tokenizer__sha256="ab")
+    for part, key, counted in (("train", "documents", 3), ("train", "tokens", 14), ("train", "bytes", 11),
+                               ("val", "documents", 1), ("val", "tokens", 5), ("val", "decoded_bytes", 4)):
+        for value in (9, None, "9"):
+            wanted = f"{part} has {counted} {key}, but manifest.json says {value!r}"
+            assert differences(**{f"splits__{part}__{key}": value}) == wanted
+    assert differences(splits__train__shards__1__sha256="0") == (
+        "x_train_000001.bin does not have the sha256 in manifest.json")
+    assert "gone.bin is listed in manifest.json, but missing" in differences(splits__train__shards__0__file="gone.bin")
+    assert differences(splits__train=5).count("says None") == 3
+    assert differences(made_by="another", splits__train__tokens=9) == ""
+    assert "000001" in differences(made_by="another", splits__train__shards__1__sha256="0")
 
 
-@pytest.mark.parametrize("content", [b"{no", b"\xff", b"[" * 100_000])
-def test_an_unreadable_manifest_is_a_problem_and_others_are_none(tmp_path, show, content):
+def test_an_unreadable_manifest_is_a_problem_and_others_are_none(tmp_path, show):
     folder = byte_set(tmp_path / "a", [ids("one")], [ids("two")])
-    (folder / "manifest.json").write_bytes(content)
-    page, end = show(folder, "--tokenizer", "byte260")
-    assert end and len(problems(page)) == 1 and "manifest.json cannot be read" in page
+    for content in (b"{no", b"\xff", b"[" * 100_000):
+        (folder / "manifest.json").write_bytes(content)
+        page, end = show(folder, "--tokenizer", "byte260")
+        assert end and len(problems(page)) == 1 and "manifest.json cannot be read" in page
     for other in ("[1]", "null", '{"splits": {"train": {"shards": 5}, "val": {"shards": [[]]}}}'):
         (folder / "manifest.json").write_text(other)
         assert row(show(folder, "--tokenizer", "byte260")[0], "documents") == ["1", "1"]
@@ -190,34 +179,24 @@ def test_mistakes_are_explained(tmp_path, show):
     assert re.search("DATASET .*missing.* has no", show(tmp_path / "missing")[1])
     for name in (None, "tokenizer.model", 5):
         (folder / "manifest.json").write_text(json.dumps({"tokenizer": {"name": name}}))
-        assert re.search("a has no tokenizer.model .* --tokenizer", show(folder)[1])
+        assert re.search("a has no tokenizer.model or .json.* --tokenizer", show(folder)[1])
     for name, content in (("json", "{}"), ("json", '{"kind": "x", "bos": 1, "tokens": [5]}'), ("model", "x")):
         (folder / f"tokenizer.{name}").write_text(content)
-        assert re.search(f"tokenizer.{name}' cannot be used: .* --tokenizer", show(folder)[1])
+        assert re.search(f"--tokenizer .*tokenizer.{name}' cannot be used: ", show(folder)[1])
     assert "none.model' cannot be used" in show(folder, "--tokenizer", "none.model")[1]
     write_shard(folder / "y_train_000000.bin", ids("three"))
     assert "several data sets: x, y" in show(folder, "--tokenizer", "byte260")[0]
-    assert "nowhere" in show(folder, "--tokenizer", "byte260", "--text", tmp_path / "nowhere" / "page.txt")[1]
+    (tmp_path / "val_only").mkdir()
+    write_shard(tmp_path / "val_only" / "x_val_000000.bin", ids("one"))
+    assert show(tmp_path / "val_only", "--tokenizer", "byte260")[1] is None
 
 
-def test_nothing_but_the_page_is_on_stdout(tmp_path, monkeypatch, show):
-    folder = byte_set(tmp_path / "a", [ids("größe")], [ids("b")])
-    page, _ = show(folder)
-    monkeypatch.setattr(report, "BAR_BYTES", 0)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert show(folder) == (page, None)
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    assert show(folder) == ("", None)
-    assert stdout.buffer.getvalue().decode() == page.replace("ö", "\\xf6").replace("ß", "\\xdf")
-
-
-def test_the_page_as_a_file_and_the_picture(tmp_path, monkeypatch, show):
+def test_the_picture_and_a_missing_matplotlib(tmp_path, monkeypatch, show):
     folder = byte_set(tmp_path / "a", [ids("one", "twelve", "a")], [ids("b")])
-    page, _ = show(folder, "--text", tmp_path / "page.txt")
-    assert (tmp_path / "page.txt").read_text(encoding="utf-8") == page
+    page, _ = show(folder)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "tqdm", None)
         again, end = show(folder, "--picture", tmp_path / "a.png")
         assert again == page and "pip install matplotlib" in end and not (tmp_path / "a.png").exists()
     pytest.importorskip("matplotlib")
@@ -246,15 +225,11 @@ def test_bytes_are_those_that_prepare_counted(tmp_path, monkeypatch, show, name)
     # The training text has nothing that these models change.
     counted = splits["train"]["bytes"], splits["val"]["decoded_bytes"]
     assert row(page, "bytes of decoded text") == [f"{count:,}" for count in counted]
-    differs = " (differs)" * (name not in ("sp300", "char"))
-    assert row(page, "bytes of original text") == [f"{counted[0]:,}", f"{splits['val']['bytes']:,}{differs}"]
+    assert row(page, "bytes of original text") == [f"{splits[part]['bytes']:,}" for part in ("train", "val")]
     assert row(page, "per decoded byte") == ["1.000000", f"{splits['val']['original_per_decoded_byte']:.6f}"]
-    shares = [(label, row(page, label)) for label in ("byte-fallback tokens", "unknown tokens") if label in page]
-    assert [label.split()[0] for label, _ in shares] == {
-        "char": ["byte-fallback"], "no_fallback": ["unknown"]}.get(name, ["byte-fallback", "unknown"])
-    assert ("0.000%" in shares[-1][1][1]) == (name in ("sp300", "dummy_prefix"))
-    first = page.split("train, samples")[1].splitlines()[1]
-    assert f"'{texts[13][:20]}" in first
+    if name != "char":
+        assert (row(page, "unknown tokens")[1] != "0") == (name == "no_fallback")
+    assert f"'{texts[13][:20]}" in page
     splits["val"]["decoded_bytes"] += 1
     (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
     assert "decoded_bytes, but manifest.json says" in problems(show(tmp_path / "set")[0])[0]
@@ -265,8 +240,8 @@ def test_tiktoken_vocabularies(tmp_path, monkeypatch, show):
     ranks = {**{bytes([byte]): byte for byte in range(256)}, b"th": 256, "é".encode(): 258}
     tiny = tiktoken.Encoding("tiny", pat_str=".+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 260})
     monkeypatch.setattr(tiktoken, "get_encoding", {"tiny": tiny}.__getitem__)
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["tiny"])
     folder = byte_set(tmp_path / "a", [[260, 256, 101, 258, 260, 256]], [[260, 195, 257]])
     page, end = show(folder, "--tokenizer", "tiny")
     assert end is None and row(page, "documents") == ["2", "1"] and row(page, "bytes of decoded text") == ["7", "1"]
-    assert "most frequent in val: 0xC3 33.33%, #257 33.33%, #260 33.33%" in page and "'theé'" in page
-    assert "unknown tokens" not in page and "fallback" not in page
+    assert "'theé'" in page and "unknown tokens" not in page
