@@ -5,11 +5,9 @@ import re
 import subprocess
 import sys
 
+import bench
 import pytest
 from conftest import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "records"))
-import bench  # noqa: E402
 
 TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 COMPILE=0 "
         "DEVICE=cpu")

@@ -3,13 +3,9 @@
 import json
 import re
 import struct
-import sys
 
+import plot
 import pytest
-from conftest import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "logs"))
-import plot  # noqa: E402
 
 SEED_LOG = """print("step:1/9 train_loss:1.0 train_time:1ms")
 {line}

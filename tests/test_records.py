@@ -7,22 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import common
+import ladder
+import leaderboard
 import pytest
+import run as record_run
+import submit
 import torch
 import train_gpt
+import verify
 from conftest import REPOSITORY, make_shards, run_here, tiny_arguments
-
-sys.path.insert(0, str(REPOSITORY / "records"))
 
 pytest.importorskip("matplotlib", reason="records have pictures: pip install -r requirements-dev.txt")
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
-
-import common  # noqa: E402
-import ladder  # noqa: E402
-import leaderboard  # noqa: E402
-import run as record_run  # noqa: E402
-import submit  # noqa: E402
-import verify  # noqa: E402
 
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_threads": 64,
          "max_world_size": 1, "min_seeds": 3, "unit": "nats per token", "margin": 0.0, "p": 0.01,
@@ -476,6 +473,14 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     with pytest.raises(SystemExit) as end:
         record_run.main()
     assert reason in str(end.value)
+
+
+def test_missing_packages_are_named_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(verify, "find_spec", lambda name: None if name == "scipy" else name)
+    monkeypatch.setattr(verify, "record_folders", lambda records: pytest.fail("this must not be read"))
+    monkeypatch.setattr(sys, "argv", ["verify.py"])
+    with pytest.raises(SystemExit, match="scipy must be installed: pip install -r requirements-dev.txt"):
+        verify.main()
 
 
 def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):

@@ -5,11 +5,7 @@ import sys
 import types
 
 import pytest
-from conftest import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "logs"))
-
-import track  # noqa: E402
+import track
 
 CONFIG = {"event": "config", "config": {"NUM_LAYERS": 2}, "elapsed_s": 1.0}
 
