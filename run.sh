@@ -5,13 +5,34 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-install() {  # a requirements file, again if one has changed
-  local stamp
+python=${PYTHON:-python3}
+
+has_pytorch() {  # 2.6 or newer, and able to use the GPUs if there are some
+  "$python" -c '
+import re, shutil, torch
+version = [int(part) for part in re.findall(r"\d+", torch.__version__)[:2]]
+sees_gpus = torch.cuda.is_available() or not shutil.which("nvidia-smi")
+raise SystemExit(version < [2, 6] or not sees_gpus)' 2> /dev/null
+}
+
+install() {  # a requirements file, once for each content of it
+  local stamp packages
   stamp=.venv/installed-$(cat requirements*.txt | cksum | cut -d' ' -f1)-$1
   [ -e "$stamp" ] && return
-  [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+  if [ ! -x .venv/bin/python ] && has_pytorch; then
+    echo "using the PyTorch of $python"
+    "$python" -m venv --system-site-packages .venv
+    touch .venv/has-pytorch
+  elif [ ! -x .venv/bin/python ]; then
+    "$python" -m venv .venv
+  fi
   echo "installing $1 into .venv"
-  .venv/bin/python -m pip install -q --disable-pip-version-check -r "$1"
+  if [ -e .venv/has-pytorch ]; then  # pinned versions would replace it
+    packages=$(grep -hv '^-r\|^torch=' "$1" requirements.txt | sed 's/[=# ].*//' | sort -u)
+  else
+    packages="-r $1"
+  fi
+  .venv/bin/python -m pip install -q --disable-pip-version-check $packages
   touch "$stamp"
 }
 
@@ -23,6 +44,12 @@ fi
 
 install requirements.txt
 gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -eq 0 ] && command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q '^GPU 0'; then
+  cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
+  echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
+  echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2
+  exit 1
+fi
 arguments=()
 
 has_fineweb() {

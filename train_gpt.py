@@ -241,6 +241,10 @@ def start_ranks(config: Config) -> Ranks:
     usable = [name for name in available if available[name]]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
+    if config.device == "auto" and kind == "cpu" and shutil.which("nvidia-smi"):
+        gpus = subprocess.getoutput("nvidia-smi -L")
+        require("GPU 0" not in gpus, "PyTorch cannot use the GPUs that nvidia-smi lists; install a "
+                f"build for their driver (this is {torch.__version__}), or set DEVICE=cpu")
     if kind == "cuda":
         require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
         torch.cuda.set_device(local_rank)
@@ -623,28 +627,49 @@ class GPT(nn.Module):
         attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
         return 6 * (products - lookup + attention)
 
-def choose_attention(config: Config, device: torch.device) -> str:
-    """Enable one attention kernel and return its name. Raises ValueError if ATTN does not run."""
-    if device.type == "mps":  # MPS has one kernel of its own, and no switches
-        return "math"
+def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
+    """Enable one attention kernel alone; return its output and gradients for a random row of the
+    run's heads. Raises RuntimeError if it does not run."""
     cuda = torch.backends.cuda
     switches = {"flash": cuda.enable_flash_sdp, "cudnn": cuda.enable_cudnn_sdp,
                 "efficient": cuda.enable_mem_efficient_sdp, "math": cuda.enable_math_sdp}
-    width = config.model_dim // config.num_heads
-    dtype = getattr(torch, config.dtype)
-    q = torch.zeros(1, config.num_heads, 128, width, device=device, dtype=dtype, requires_grad=True)
-    k = q.detach()[:, :config.num_kv_heads].requires_grad_()
-    for name in switches if config.attn == "auto" else [config.attn]:
-        for other, switch in switches.items():
-            switch(other == name)
+    for name, switch in switches.items():
+        switch(name == kernel)
+    most = 8192 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
+    shape = (min(config.train_seq_len, most), config.model_dim // config.num_heads)
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads):
+        values = torch.randn(1, heads, *shape, generator=generator)
+        inputs.append(values.to(device, getattr(torch, config.dtype)).requires_grad_())
+    with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
+        y = causal_attention(*inputs, repeat_kv=kernel in REPEATING)
+        y.backward(y.detach())
+    return [y.detach(), *(x.grad for x in inputs)]
+
+def choose_attention(config: Config, device: torch.device) -> str:
+    """Enable one attention kernel and return its name: ATTN, or the first that runs and computes
+    what the math kernel does. Raises ValueError if there is none."""
+    if device.type == "mps":  # MPS has one kernel of its own, and no switches
+        return "math"
+    kernels = ["flash", "cudnn", "efficient", "math"]
+    if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        kernels = ["cudnn", "flash", "efficient", "math"]  # by public reports
+    expected = try_attention("math", config, device)
+    for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
-            with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
-                causal_attention(q, k, k, name in REPEATING).sum().backward()
-            return name
+            results = try_attention(kernel, config, device)
         except RuntimeError as error:
-            reason = error
-    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width {width} here: "
-                     f"{reason}; ATTN=auto finds one that does")
+            reason = str(error)
+            continue
+        differences = [float((x - wanted).float().norm() / wanted.float().norm())
+                       for x, wanted in zip(results, expected)]
+        if all(difference < 0.05 for difference in differences):  # bfloat16 has 0.01; NaN has none
+            return kernel
+        reason = f"it differs from the math kernel: {differences}"
+        print(f"warning: attention kernel {kernel} is not used: {reason}", file=sys.stderr)
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width "
+                     f"{config.model_dim // config.num_heads} here: {reason}; try ATTN=auto")
 
 # ---- Optimizers --------------------------------------------------------------------------------
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
@@ -1007,7 +1032,7 @@ class Run:
         if checkpoint:
             resume(self, checkpoint)
         if self.loader and config.compile == "1":
-            compile_model(self, must_compile)
+            compile_model(self, must_compile or ranks.device.type == "cuda")
         place = [self.step, -self.step, self.time_ms, -self.time_ms]
         require(ranks.max(*place) == place, "RESUME: the ranks found different checkpoints; "
                 "OUT_DIR must be a folder that all of them see")
@@ -1151,7 +1176,8 @@ def compile_model(run: Run, required: bool) -> None:
     except Exception as error:  # compilers fail in many ways
         if "out of memory" in str(error):
             raise
-        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; set COMPILE=0")
+        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
+                "for example gcc or python3-dev, or set COMPILE=0")
         torch.compiler.set_stance("force_eager")
         run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
     model.zero_grad(set_to_none=True)
@@ -1160,8 +1186,9 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     if config.dtype == "auto":
+        other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
         native = bfloat16_is_native(ranks.device)
-        config = replace(config, dtype="bfloat16" if native else "float32")
+        config = replace(config, dtype="bfloat16" if native else other)
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
     compiles = "1" if device == "cuda" or (device == "cpu" and builds) else "0"
     # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
@@ -1175,6 +1202,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     tokens = round(config.train_batch_tokens / least) * least
     rows = tokens // (ranks.world_size * length)  # of a rank
     limit = config.micro_batch_tokens or rows // spans_per_rank * length
+    if device == "mps" and not config.micro_batch_tokens:  # its attention stores all scores
+        limit = length
     if device == "cpu" and not config.micro_batch_tokens:  # activations of 2 MB stay in its cache
         limit = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]

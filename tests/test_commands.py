@@ -105,6 +105,36 @@ esac""")
     assert ("MAX_WALLCLOCK_SECONDS=120" in started) == ("FineWeb could not be fetched" in result.stdout) == (not reachable)
 
 
+def test_run_sh_uses_a_pytorch_that_is_there(checkout):
+    """The interpreter named by PYTHON has one: nothing pinned is installed over it."""
+    shutil.rmtree(checkout / ".venv")
+    own = checkout / "own-python"
+    own.write_text("""#!/usr/bin/env bash
+case "$*" in
+-c*) exit 0 ;;
+"-m venv --system-site-packages .venv") mkdir -p .venv/bin
+  printf '#!/usr/bin/env bash\\ncase "$*" in *pip*) echo "pip $*" ;; *device_count*) echo 0 ;; esac\\n' > .venv/bin/python
+  chmod +x .venv/bin/python ;;
+*) exit 1 ;;
+esac
+""")
+    own.chmod(0o755)
+    result = shell(checkout, "-c", "PYTHON=./own-python ./run.sh test")
+    assert "using the PyTorch of ./own-python" in result.stdout, result.stderr
+    installed = next(line for line in result.stdout.splitlines() if line.startswith("pip "))
+    assert "sentencepiece" in installed and "pytest" in installed and "torch" not in installed and "==" not in installed
+
+
+def test_run_sh_names_the_cuda_version_of_a_driver_that_is_too_old(checkout):
+    stand_in(checkout, "nvidia-smi", """case "$*" in
+-L) echo "GPU 0: Tesla T4" ;;
+*) echo "| NVIDIA-SMI 535.1   Driver Version: 535.1   CUDA Version: 12.2     |" ;;
+esac""")
+    stand_in(checkout, "python", "echo 0")
+    result = shell(checkout, "-c", "PATH=$PWD/.venv/bin:$PATH ./run.sh")
+    assert result.returncode == 1 and "their driver supports CUDA 12.2 or older" in result.stderr
+
+
 # ---- A record ----------------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,28 @@ def test_small_batches_are_the_same_on_every_number_of_ranks_that_divides_their_
             assert tokens == wanted * 4096 and accum * world == min(8, 2 ** (rows.bit_length() - 1))
 
 
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(train_gpt.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "GPU 0: NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="cannot use the GPUs that nvidia-smi lists; install a build .*DEVICE=cpu"):
+        train_gpt.start_ranks(train_gpt.Config())
+    assert train_gpt.start_ranks(train_gpt.Config(device="cpu")).device.type == "cpu"
+    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "No devices found")
+    assert train_gpt.start_ranks(train_gpt.Config()).device.type == "cpu"
+
+
+def test_devices_without_bfloat16_or_with_little_memory_get_what_suits_them(monkeypatch):
+    monkeypatch.setattr(train_gpt, "choose_attention", lambda config, device: "math")
+    monkeypatch.setattr(train_gpt, "bfloat16_is_native", lambda device: False)
+    for kind, dtype in (("cuda", "float16"), ("mps", "float32"), ("cpu", "float32")):
+        ranks = train_gpt.Ranks(0, 1, train_gpt.torch.device(kind))
+        assert train_gpt.resolve(train_gpt.Config(), ranks).dtype == dtype
+    mps = train_gpt.Ranks(0, 1, train_gpt.torch.device("mps"))
+    assert train_gpt.resolve(train_gpt.Config(), mps).micro_batch_tokens == 4096  # a row
+    assert train_gpt.resolve(train_gpt.Config(micro_batch_tokens=8192), mps).micro_batch_tokens == 8192
+
+
 def test_accumulation_by_hand_and_batches_that_are_too_small():
     assert split_batch(train_gpt.Config(grad_accum_steps=3), 1) == (3, 393216)
     with pytest.raises(ValueError, match="TRAIN_BATCH_TOKENS=4000 .* use 4096 or more"):

@@ -151,6 +151,56 @@ def test_a_kernel_that_cannot_be_had_is_an_error():
     train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))  # for the tests that follow
 
 
+def test_a_kernel_whose_gradients_are_wrong_is_passed_over(monkeypatch, capsys):
+    """Its output is right, so that only the comparison of gradients can tell."""
+    right = train_gpt.causal_attention
+
+    def wrong_in_flash(q, k, v, repeat_kv):
+        if torch.backends.cuda.flash_sdp_enabled():
+            return right(q, k.detach(), v, repeat_kv) + 0 * k.sum()
+        return right(q, k, v, repeat_kv)
+
+    monkeypatch.setattr(train_gpt, "causal_attention", wrong_in_flash)
+    cpu = torch.device("cpu")
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), cpu) == "math"
+    assert "attention kernel flash is not used: it differs from the math kernel" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="ATTN=flash does not run .*: it differs from the math kernel.*ATTN=auto"):
+        train_gpt.choose_attention(tiny_config(attn="flash"), cpu)
+    monkeypatch.undo()
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), cpu) == "flash"
+
+
+def test_the_kernels_are_compared_at_the_runs_heads_and_types():
+    config = tiny_config(num_heads=4, num_kv_heads=2, dtype="bfloat16")
+    y, q, k, v = train_gpt.try_attention("math", config, torch.device("cpu"))
+    assert y.shape == q.shape == (1, 4, 32, 8) and k.shape == v.shape == (1, 2, 32, 8) and y.dtype == torch.bfloat16
+    assert all(t.isfinite().all() and t.abs().sum() > 0 for t in (y, q, k, v))
+    train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("capability, first", [((9, 0), "cudnn"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
+def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
+    tried = []
+
+    def stand_in(kernel, config, device):
+        tried.append(kernel)
+        return [torch.ones(2)]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(train_gpt, "try_attention", stand_in)
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == first
+    assert tried == ["math", first]
+
+
+def test_a_device_on_which_no_kernel_runs_is_an_error(monkeypatch):
+    def fail(kernel, config, device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(train_gpt, "try_attention", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))
+
+
 def test_types_of_a_bfloat16_run():
     """The table is bfloat16, all else float32 with values that bfloat16 can hold; so are frequencies."""
     model = train_gpt.GPT(tiny_config(dtype="bfloat16"))
