@@ -485,12 +485,17 @@ def describe_test(test: dict) -> str:
             f"seeds for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
 
 
+def count_seeds(seeds) -> str:
+    """Return the number of seeds in words."""
+    return f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}"
+
+
 def render(claims: dict, difference: str) -> str:
     """Return README.md up to its notes, from submission.json and the script's difference to the base."""
     results = {seed: claims["seed_results"][str(seed)] for seed in claims["seeds"]}
     original = claims["val_bpb_original"]
     lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", ""]
-    text = (f"Mean of {len(results)} seeds, sample deviation {claims['val_bpb_std']:.4f} bits per byte; "
+    text = (f"Mean of {count_seeds(results)}, sample deviation {claims['val_bpb_std']:.4f} bits per byte; "
             f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of the artifact as "
             f"read back from its file. At most {claims['bytes_total']:,} bytes, {claims['bytes_code']:,} of them code; "
             f"{claims['parameters']:,} parameters.")
@@ -671,7 +676,7 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
     check_paths(folder, findings)
     if not findings:
         check_texts(folder, submission, findings)
-    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {len(seeds)} seeds, at most "
+    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {count_seeds(seeds)}, at most "
              f"{computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
