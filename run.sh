@@ -44,7 +44,9 @@ fi
 
 install requirements.txt
 gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -eq 0 ] && command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q '^GPU 0'; then
+wants_cpu=${DEVICE:-}${CUDA_VISIBLE_DEVICES+hidden}$(grep -o 'DEVICE=.*' <<< "$*" || true)
+if [ "$gpus" -eq 0 ] && [ -z "$wants_cpu" ] && command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q '^GPU 0'
+then
   cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
   echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
   echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2

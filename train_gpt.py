@@ -241,7 +241,8 @@ def start_ranks(config: Config) -> Ranks:
     usable = [name for name in available if available[name]]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
-    if config.device == "auto" and kind == "cpu" and shutil.which("nvidia-smi"):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
+    if config.device == "auto" and kind == "cpu" and not hidden and shutil.which("nvidia-smi"):
         gpus = subprocess.getoutput("nvidia-smi -L")
         require("GPU 0" not in gpus, "PyTorch cannot use the GPUs that nvidia-smi lists; install a "
                 f"build for their driver (this is {torch.__version__}), or set DEVICE=cpu")

@@ -430,7 +430,9 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     base = other_seeds(folder, authored["base"], "base", division, findings) if authored["base"] else []
     best = find_incumbent(folder, authored)
     incumbent = f"{folder.parent.name}/{best['date']}_{best['name']}" if best else ""
-    rivals = other_seeds(folder, incumbent, "incumbent", division, findings) if incumbent else []
+    rivals = base
+    if incumbent != authored["base"]:
+        rivals = other_seeds(folder, incumbent, "incumbent", division, findings) if incumbent else []
     against = compare_scores(track, seeds, rivals)
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",

@@ -131,8 +131,11 @@ def test_run_sh_names_the_cuda_version_of_a_driver_that_is_too_old(checkout):
 *) echo "| NVIDIA-SMI 535.1   Driver Version: 535.1   CUDA Version: 12.2     |" ;;
 esac""")
     stand_in(checkout, "python", "echo 0")
-    result = shell(checkout, "-c", "PATH=$PWD/.venv/bin:$PATH ./run.sh")
+    result = shell(checkout, "-c", "unset CUDA_VISIBLE_DEVICES; PATH=$PWD/.venv/bin:$PATH ./run.sh")
     assert result.returncode == 1 and "their driver supports CUDA 12.2 or older" in result.stderr
+    for wish in ("DEVICE=cpu ./run.sh", "./run.sh DEVICE=cpu", "CUDA_VISIBLE_DEVICES= ./run.sh"):
+        result = shell(checkout, "-c", f"export PATH=$PWD/.venv/bin:$PATH; {wish}")
+        assert "their driver supports" not in result.stderr, wish
 
 
 # ---- A record ----------------------------------------------------------------------------------------------
