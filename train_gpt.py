@@ -665,7 +665,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
             continue
         differences = [float((x - wanted).float().norm() / wanted.float().norm())
                        for x, wanted in zip(results, expected)]
-        if all(difference < 0.05 for difference in differences):  # bfloat16 has 0.01; NaN has none
+        if all(difference < 0.05 for difference in differences):  # 0.005 in bfloat16 on a CPU
             return kernel
         reason = f"it differs from the math kernel: {differences}"
         print(f"warning: attention kernel {kernel} is not used: {reason}", file=sys.stderr)
