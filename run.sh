@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Quick start: ./run.sh installs into .venv, fetches text, trains on this machine, exports and scores.
-# NAME=value arguments reach train_gpt.py. ./run.sh test runs the tests, with -m slow the slow ones.
+# NAME=value arguments reach train_gpt.py. ./run.sh test runs the tests, with -m slow the slow ones, with -m gpu
+# those that need a GPU.
 # PYTHON names the interpreter that makes .venv.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -39,7 +40,7 @@ install() {  # a requirements file, once for each content of it
 if [ "${1:-}" = test ]; then
   install requirements-dev.txt
   shift
-  exec .venv/bin/python -m pytest -q tests -m "not slow" "$@"
+  exec .venv/bin/python -m pytest -q -rs tests -m "not slow and not gpu" "$@"  # the last -m counts
 fi
 
 install requirements.txt

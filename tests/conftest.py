@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -22,6 +23,34 @@ if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; ./run.sh test leaves it out, CI runs it")
+    config.addinivalue_line("markers", "gpu: needs CUDA; ./run.sh test -m gpu runs it")
+
+
+GPU_TABLE: list[str] = []  # the lines that test_gpu.py leaves for the end
+
+
+def versions() -> str:
+    """What the tests run with."""
+    torch = train_gpt.torch
+    bfloat16 = "native" if train_gpt.bfloat16_is_native(torch.device("cpu")) else "emulated"
+    return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
+            f"CPU {torch.backends.cpu.get_cpu_capability()} with {bfloat16} bfloat16")
+
+
+def pytest_report_header() -> str:
+    return versions()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The versions, where -q has left the header out, and the table of test_gpu.py."""
+    if terminalreporter.config.option.verbose < 0:
+        terminalreporter.write_line(versions())
+    if GPU_TABLE:
+        terminalreporter.section("please send this table to the authors")
+        outcomes = [f"{len(terminalreporter.stats.get(outcome, []))} {outcome}"
+                    for outcome in ("passed", "failed", "error", "skipped")]
+        for line in [*GPU_TABLE, f"| tests | {', '.join(outcomes)} |"]:
+            terminalreporter.write_line(line)
 
 
 TINY = {
