@@ -44,8 +44,10 @@ class Hub:
         return Path(self.client.hf_hub_download(filename=path, **self.where)).resolve()
 
     def place(self, path: str, target: Path) -> None:
-        """Link or copy a file to `target`, unless it is there. Raises ValueError if it is not what is published,
-        as far as that can be told, or if it is a damaged shard."""
+        """Link or copy a file to `target`, unless it is there.
+
+        Raises ValueError if it is not the published file (offline, only downloads can be compared) or if it
+        is a damaged shard."""
         if not target.exists():
             file = self.fetch(path)
             digest = file.name
@@ -74,8 +76,8 @@ def link(file: Path, target: Path) -> None:
 
 
 def find_dataset(hub: Hub, variant: str) -> tuple[str, str, int, int]:
-    """Return the folder of a variant's shards, its tokenizer (a path in the repository, or byte260), its vocabulary
-    size and the number of its validation shards. Raises ValueError if the manifest does not list it."""
+    """Return the folder of a variant's shards, its tokenizer (a path in the repository, or byte260), its
+    vocabulary size and the number of its validation shards. Raises ValueError if it is not listed."""
     manifest = json.loads(hub.fetch(f"{FOLDER}manifest.json").read_text(encoding="utf-8"))
     entries = {entry["name"].removeprefix("fineweb10B_"): entry for entry in manifest["datasets"]}
     if variant not in entries:

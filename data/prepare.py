@@ -128,7 +128,7 @@ def decode(content: str, is_json: bool, origin: str) -> str:
 
 
 def cut_text(file: io.TextIOWrapper) -> Iterator[str]:
-    """Yield documents of TEXT_CHARS or more characters, cut at line ends, and within lines longer than that."""
+    """Yield documents of TEXT_CHARS or more characters, cut at line ends and within longer lines."""
     text = ""
     while line := file.readline(TEXT_CHARS):
         text += line
@@ -140,7 +140,7 @@ def cut_text(file: io.TextIOWrapper) -> Iterator[str]:
 
 
 def read_file(path: Path, bar: tqdm) -> Iterator[str]:
-    """Yield the documents of a file. Raises ValueError if it is damaged."""
+    """Yield the text of the documents in a file. Raises ValueError if it is damaged."""
     is_json = path.name.endswith(JSON_ENDINGS)
     start = bar.n
     with path.open("rb") as packed:
@@ -345,7 +345,8 @@ def main() -> None:
                         help="spN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
-    split.add_argument("--val-docs", type=int, metavar="N", help="the first N documents are the validation split")
+    split.add_argument("--val-docs", type=int, metavar="N",
+                       help="the first N documents are the validation split")
     split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
     split.add_argument("--val-fraction", type=float, metavar="F", default=VAL_FRACTION,
                        help="this fraction of the documents, chosen by their hash (default %(default)s)")

@@ -40,7 +40,7 @@ class Split:
 
 def read_manifest(folder: Path, problems: list[str]) -> tuple[str, dict, dict]:
     """Return what manifest.json lists: the tokenizer's name, the sha256 of each file (None for a built-in
-    tokenizer) and the bytes of original text of each split. They are empty if there is no valid manifest.json."""
+    tokenizer) and the bytes of original text of each split; nothing if it is missing or damaged."""
     path = folder / "manifest.json"
     if not path.exists():
         return "", {}, {}
@@ -68,7 +68,7 @@ def compare_files(folder: Path, digests: dict) -> list[str]:
 
 
 def find_tokenizer(folder: Path, spec: str | None, name: str) -> Tokenizer:
-    """Load the tokenizer that is given, is in the folder, or is built in and has this name. Raises ValueError."""
+    """Load the tokenizer `spec`, else the file in the folder, else the built-in `name`. Raises ValueError."""
     found = [str(path) for path in (folder / "tokenizer.model", folder / "tokenizer.json") if path.is_file()]
     if name and not name.endswith((".model", ".json")):
         found.append(name)
@@ -117,8 +117,9 @@ def scan(shards: list[np.ndarray], tokenizer: Tokenizer, bar: tqdm) -> Split:
     if has_bos and not starts_with_bos:  # the first piece is no document
         before_first = lengths.pop(0)
         del digests[:8]
-    return Split(shards, np.array(lengths), np.frombuffer(digests, dtype=np.uint64), before_first, has_bos, size,
-                 int(np.count_nonzero(in_use)), unknown)
+    return Split(shards, lengths=np.array(lengths), digests=np.frombuffer(digests, dtype=np.uint64),
+                 before_first=before_first, has_bos=has_bos, bytes=size,
+                 different=int(np.count_nonzero(in_use)), unknown=unknown)
 
 
 def find_shared(splits: dict[str, Split], tokenizer: Tokenizer) -> list[str]:
@@ -129,8 +130,8 @@ def find_shared(splits: dict[str, Split], tokenizer: Tokenizer) -> list[str]:
     shared = np.flatnonzero(np.isin(val.digests, splits["train"].digests))
     if len(shared) == 0:
         return []
-    return [f"{len(shared):,} of the {len(val.lengths):,} val documents are also in train, which makes scores "
-            f"too good; the first is {describe(val, int(shared[0]), tokenizer)}"]
+    return [f"{len(shared):,} of the {len(val.lengths):,} val documents are also in train, which makes "
+            f"scores too good; the first is {describe(val, int(shared[0]), tokenizer)}"]
 
 
 def describe(split: Split, index: int, tokenizer: Tokenizer) -> str:
@@ -144,7 +145,7 @@ def describe(split: Split, index: int, tokenizer: Tokenizer) -> str:
 
 
 def column(split: Split, original: int | None, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return a split's column of the table by the names of the rows; `original` is its bytes of original text."""
+    """Return a split's column of the table by the names of the rows. `original`: bytes of original text."""
     tokens = sum(map(len, split.shards))
     _, copies = np.unique(split.digests, return_counts=True)
     values = {
