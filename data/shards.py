@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parent.parent
 PREPARE = "data/prepare.py 2"  # made_by in manifest.json
 CONVERT = "data/convert.py 2"
-MAKERS = (PREPARE, CONVERT, "data/prepare.py", "data/convert.py")  # the last two made older sets
 
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -24,6 +22,7 @@ HEADER_BYTES = 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the header stores the count as int32
 SHARD_TOKENS = 100_000_000
 MAX_VOCAB_SIZE = 1 << 16  # a shard stores uint16
+BLOCK_TOKENS = 1 << 22  # read from a shard at a time
 
 PAD, BOS, EOS, UNK = range(4)
 FIRST_BYTE = 4  # of every vocabulary made here: four special tokens, then the 256 bytes
@@ -53,6 +52,23 @@ def open_shard(path: Path) -> np.ndarray:
     if count < 1 or size != HEADER_BYTES + 2 * count:
         raise ValueError(f"{path} is damaged: its header announces {count} tokens, but it has {size} bytes")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+
+def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
+    """Yield the tokens from each BOS to the next, uint16 (N,), N > 0. A document may continue in the next
+    array. Tokens before the first BOS come first; without a BOS all tokens are one document."""
+    parts = []
+    for array in arrays:
+        for start in range(0, len(array), BLOCK_TOKENS):
+            block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
+            first, *others = np.split(block, np.flatnonzero(block == bos))
+            parts.append(first)
+            for document in others:
+                if any(map(len, parts)):
+                    yield np.concatenate(parts)
+                parts = [document]
+    if parts:
+        yield np.concatenate(parts)
 
 
 class ShardWriter:
@@ -101,7 +117,7 @@ class ShardWriter:
 
 
 class Tokenizer:
-    """Encodes documents as uint16 ids, without the BOS token in front of each, and decodes them.
+    """Encodes and decodes documents. Their ids are without the BOS token that a shard has in front of each.
 
     kind: "byte", "char", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
     spec, file: what was passed to load_tokenizer; the same as a path, or None if it is a name.
@@ -122,8 +138,8 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.token_bytes)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a document, uint16 (N,)."""
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        """Return the ids of each document, integers (N,)."""
         raise NotImplementedError
 
     def decode(self, ids: np.ndarray) -> bytes:
@@ -164,8 +180,8 @@ class SentencePieceTokenizer(Tokenizer):
             return bytes.fromhex(piece[3:-1])  # <0x0A>
         return piece.replace(SPACE, " ").encode("utf-8")
 
-    def encode(self, text: str) -> np.ndarray:
-        return self.model.encode(text, out_type="numpy").astype(np.uint16)
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return self.model.encode(texts, out_type="numpy", num_threads=threads)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self.model.decode(ids.tolist()).encode("utf-8")
@@ -186,8 +202,9 @@ class TiktokenTokenizer(Tokenizer):
         for token in self.encoding.token_byte_values():
             self.token_bytes[self.encoding.encode_single_token(token)] = token
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        encoded = self.encoding.encode_ordinary_batch(texts, num_threads=threads)
+        return [np.array(ids, dtype=np.uint16) for ids in encoded]
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self.encoding.decode_bytes(ids.tolist())
@@ -197,8 +214,8 @@ class ByteTokenizer(Tokenizer):
     kind = "byte"
     token_bytes = BYTE_TOKENS
 
-    def encode(self, text: str) -> np.ndarray:
-        return byte_ids(text)
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return [byte_ids(text) for text in texts]
 
 
 class TableTokenizer(Tokenizer):
@@ -217,7 +234,11 @@ class TableTokenizer(Tokenizer):
             self.ids = np.zeros(sys.maxunicode + 1, dtype=np.uint16)  # of each code point; 0: none
             self.ids[chars] = np.arange(FIRST_CHAR, self.vocab_size)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return [self.char_ids(text) for text in texts]
+
+    def char_ids(self, text: str) -> np.ndarray:
+        """Return the ids of a text's characters and, where there are none, of their bytes, uint16 (N,)."""
         ids = self.ids[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
         parts = []
         start = 0
@@ -265,48 +286,22 @@ def write_vocabulary(path: Path, kind: str, bos: int, tokens: list[bytes]) -> No
 # ---- Data sets ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def progress_bar(title: str, total: int, unit: str = "B") -> Iterator[Callable[[int], object]]:
-    """Yield update(n), which advances a bar on stderr, or does nothing if tqdm is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda count: None
-        return
-    with tqdm(total=total, desc=title, unit=unit, unit_scale=True) as bar:
-        yield bar.update
-
-
 def write_dataset(fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
-    The folder is hidden until it is complete. Raises ValueError if options.out holds anything but a data
-    set that one of these scripts made."""
+    The folder is hidden until it is complete. Raises ValueError if options.out is not new or empty."""
     out = Path(options.out).resolve()
-    if out.is_mount() or (out.exists() and any(out.iterdir()) and not is_ours(out)):
-        raise ValueError(f"--out {options.out!r} holds files that this script did not make: choose another")
+    if out.is_mount() or (out.exists() and any(out.iterdir())):
+        raise ValueError(f"--out {options.out!r} is not empty: delete it or choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
         folder = Path(parent, out.name)
         folder.mkdir()
         summary = fill(folder, options)
         if out.exists():
-            shutil.rmtree(out)
+            out.rmdir()
         os.replace(folder, out)
     print(summary)
-
-
-def is_ours(folder: Path) -> bool:
-    """Return whether a folder holds only what is listed in a manifest.json of these scripts."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        known = {"manifest.json", manifest["tokenizer"]["name"]}
-        for split in manifest["splits"].values():
-            for shard in split["shards"] + split.get("bytes_shards", []):  # the latter in older sets
-                known.add(shard["file"])
-        return manifest["made_by"] in MAKERS and {path.name for path in folder.iterdir()} <= known
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: dict) -> str:

@@ -2,19 +2,18 @@
 
     python logs/plot.py logs/first.jsonl                               print a table, write logs/first.png
     python logs/plot.py first second third --out compared.png          RUN_IDs in logs/
-    python logs/plot.py records/*/*/train_seed*.log --html page.html   table and picture in one HTML file
+    python logs/plot.py records/*/*/train_seed*.log --table            only print the table
 
 A run is a RUN_ID, a .jsonl log or a text log. Runs that differ only in SEED become one line, their mean, in a
 band from the smallest to the largest. A resumed run starts with the steps in its older logs.
 """
 
 import argparse
-import base64
-import html
 import io
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -30,10 +29,10 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B20
                "Tesla T4": 65}
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink",
            "tab:olive", "tab:cyan", "black")
-STEP = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+)(.*)")
 PAIR = re.compile(r"(\w+)[:=](\S+)")
 START_LINES = ("train_batch_tokens:", "seed:", "tie_embeddings:", "attention_mode:", "model_params:")
 RULE = "=" * 100  # stands between the source and the lines of a text log
+QUANTITIES = {"train": ("lr", "grad_norm", "tok_per_sec"), "val": ("val_bpb",)}  # beside loss and time
 ACROSS = (("step", "steps"), ("tokens", "tokens (millions)"), ("seconds", "training clock (s)"))
 
 
@@ -52,101 +51,71 @@ class Run:
         return float(self.settings.get("TRAIN_BATCH_TOKENS", "nan"))
 
 
-def add(series: dict[str, list[float]], **values: float | str | None) -> None:
-    """Append one entry to every list; None and "n/a" become NaN."""
-    for name, value in values.items():
-        is_known = value is not None and value != "n/a"
-        series.setdefault(name, []).append(float(value) if is_known else float("nan"))
+def add_event(run: Run, event: dict) -> None:
+    """Add an event of a .jsonl log to the run. What a step lacks, None and "n/a" become NaN."""
+    kind = event["event"]
+    if kind == "config":
+        run.start = event
+        run.settings = event["config"]
+    elif kind in QUANTITIES:
+        values = {"step": event["step"], "loss": event[f"{kind}_loss"],
+                  "seconds": float(event["train_time_ms"]) / 1000}
+        values.update({name: event.get(name) for name in QUANTITIES[kind]})
+        for name, value in values.items():
+            is_known = value is not None and value != "n/a"
+            getattr(run, kind).setdefault(name, []).append(float(value) if is_known else float("nan"))
+    elif kind in ("export", "final"):
+        names = ("artifact_bytes", "code_bytes", "val_loss", "val_bpb")
+        run.final.update({name: float(event[name]) for name in names if name in event})
 
 
-def add_events(lines: list[str], run: Run) -> int:
-    """Add the events of a .jsonl log to the run; return the step at which the log resumed, or 0."""
-    resumed = 0
+def text_events(lines: list[str]) -> Iterator[dict]:
+    """Yield events from the lines of a text log that published trainers write too, and from the settings."""
+    settings = {}
     for line in lines:
-        event = json.loads(line)
-        kind = event["event"]
-        if kind == "config":
-            run.start = event
-            run.settings = event["config"]
-        elif kind == "resume":
-            resumed = event["step"]
-        elif kind == "train":
-            add(run.train, step=event["step"], loss=event["train_loss"], lr=event["lr"],
-                seconds=event["train_time_ms"] / 1000, grad_norm=event["grad_norm"],
-                tok_per_sec=event["tok_per_sec"])
-        elif kind == "val":
-            add(run.val, step=event["step"], loss=event["val_loss"], bpb=event["val_bpb"],
-                seconds=event["train_time_ms"] / 1000)
-        elif kind == "export":
-            run.final.update(artifact_bytes=event["artifact_bytes"], code_bytes=event["code_bytes"])
-        elif kind == "final":
-            run.final.update(val_loss=event["val_loss"], val_bpb=event["val_bpb"])
-    return resumed
-
-
-def add_step_line(match: re.Match, run: Run) -> None:
-    """Add a line of a text log that matches STEP to the run; skip it if it has no time."""
-    step, kind, loss, rest = match.groups()
-    pairs = dict(PAIR.findall(rest))
-    if "train_time" not in pairs:
-        return
-    seconds = float(pairs["train_time"].removesuffix("ms")) / 1000
-    if kind == "val":
-        add(run.val, step=step, loss=loss, bpb=pairs.get("val_bpb"), seconds=seconds)
-    else:
-        add(run.train, step=step, loss=loss, seconds=seconds, lr=pairs.get("lr"),
-            grad_norm=pairs.get("grad_norm"), tok_per_sec=pairs.get("tok_per_sec"))
-
-
-def add_text(lines: list[str], run: Run) -> None:
-    """Add the lines of a text log to the run: those that published trainers write too, and the settings."""
-    for line in lines:
-        if match := STEP.match(line):
-            add_step_line(match, run)
+        pairs = dict(PAIR.findall(line))
+        if line.startswith("step:") and "train_time" in pairs:
+            step, _ = pairs["step"].split("/")
+            milliseconds = pairs["train_time"].removesuffix("ms")
+            yield {**pairs, "event": "val" if "val_loss" in pairs else "train", "step": step,
+                   "train_time_ms": milliseconds}
         elif line.startswith("config:{"):
-            run.settings = json.loads(line.removeprefix("config:"))
+            settings = json.loads(line.removeprefix("config:"))
         elif line.startswith(START_LINES):
-            found = {name.upper(): value for name, value in PAIR.findall(line)}
-            run.settings = {**found, **run.settings}
+            settings = {**{name.upper(): value for name, value in pairs.items()}, **settings}
         elif line.startswith("final_int8_zlib_roundtrip_exact "):
-            scores = dict(PAIR.findall(line))
-            run.final.update(val_loss=float(scores["val_loss"]), val_bpb=float(scores["val_bpb"]))
+            yield {**pairs, "event": "final"}
         elif match := re.match(r"Serialized model int8\+zlib: (\d+) bytes", line):
-            run.final["artifact_bytes"] = int(match[1])
+            yield {"event": "export", "artifact_bytes": match[1]}
         elif match := re.match(r"Code size: (\d+) bytes", line):
-            run.final["code_bytes"] = int(match[1])
+            yield {"event": "export", "code_bytes": match[1]}
+    yield {"event": "config", "config": settings}
 
 
-def put_before(now: dict[str, list[float]], older: dict[str, list[float]], resumed: int) -> None:
-    """Put the entries of an older log, up to the step `resumed`, before those of the newer one. If both logs
-    have a step, keep the newer entry."""
-    steps = older.get("step", [])
-    again = set(now.get("step", []))
-    kept = [i for i, step in enumerate(steps) if step <= resumed and step not in again]
-    for name, values in older.items():
-        now[name] = [values[i] for i in kept] + now.get(name, [])
+def resume_step(events: list[dict]) -> int:
+    """Return the step at which a log was resumed, or 0."""
+    return next((event["step"] for event in events if event["event"] == "resume"), 0)
 
 
-def read_log(path: Path, run: Run) -> None:
-    """Add a log of either kind to the run. A resumed .jsonl log takes its earlier steps from the older logs,
-    which the trainer renamed to NAME.*.jsonl."""
+def read_events(path: Path) -> list[dict]:
+    """Return the events of a log of either kind. A .jsonl log of a resumed run takes its earlier steps from
+    the older logs, which the trainer renamed to NAME.*.jsonl. If both have a step, the newer one counts."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if path.suffix != ".jsonl":
         rules = [i for i, line in enumerate(lines) if line == RULE]
         after_source = rules[-1] + 1 if rules else 0
-        add_text(lines[after_source:], run)
-        return
-    resumed = add_events(lines, run)
-    others = path.parent.glob(f"{path.stem}.*{path.suffix}")
-    older_paths = sorted(others, key=lambda file: file.stat().st_mtime)
+        return list(text_events(lines[after_source:]))
+    events = [json.loads(line) for line in lines]
+    resumed = resume_step(events)
+    older_paths = sorted(path.parent.glob(f"{path.stem}.*.jsonl"), key=lambda file: file.stat().st_mtime)
     while resumed and older_paths:
-        older = Run(run.name)
-        older_lines = older_paths.pop().read_text(encoding="utf-8").splitlines()
-        older_resumed = add_events(older_lines, older)
-        if older.train.get("step"):
-            put_before(run.train, older.train, resumed)
-            put_before(run.val, older.val, resumed)
-            resumed = older_resumed
+        older = [json.loads(line) for line in older_paths.pop().read_text(encoding="utf-8").splitlines()]
+        steps = [event for event in older if event["event"] in QUANTITIES and event["step"] <= resumed]
+        if any(event["event"] == "train" for event in steps):
+            again = {(event["event"], event.get("step")) for event in events}
+            events = [event for event in steps if (event["event"], event["step"]) not in again] + events
+            resumed = resume_step(older)
+    return events
 
 
 def read_run(text: str) -> Run:
@@ -159,7 +128,8 @@ def read_run(text: str) -> Run:
         raise ValueError(f"{text!r} is neither a file nor a RUN_ID in logs/")
     run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem)
     try:
-        read_log(path, run)
+        for event in read_events(path):
+            add_event(run, event)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a log of train_gpt.py: {error!r}") from None
     if not run.train.get("step") and not run.val.get("step"):
@@ -228,7 +198,7 @@ def summary_of(run: Run) -> dict[str, str]:
             "MFU, median": cell(mfu_of(run.start, rate) if rate else None, "{:.1%}"),
             "last train_loss": cell(last(run.train.get("loss")), "{:.4f}"),
             "last val_loss": cell(last(run.val.get("loss")), "{:.4f}"),
-            "last val_bpb": cell(last(run.val.get("bpb")), "{:.4f}"),
+            "last val_bpb": cell(last(run.val.get("val_bpb")), "{:.4f}"),
             "val_bpb of the artifact": cell(run.final.get("val_bpb"), "{:.4f}"),
             "artifact, bytes": cell(sizes[0], "{:,.0f}"),
             "artifact and code, bytes": cell(total, "{:,.0f}")}
@@ -300,7 +270,7 @@ def draw_panel(axes, groups: dict[str, list[Run]], x: str, curves: list[tuple[st
     if not late:
         axes.text(0.5, 0.5, "not in the logs", color="grey", ha="center", va="center",
                   transform=axes.transAxes)
-    elif curves[0][1] in ("loss", "bpb"):
+    elif curves[0][1] in ("loss", "val_bpb"):
         shown = np.concatenate(late)
         low = shown.min()
         high = np.quantile(shown, 0.98)
@@ -321,7 +291,7 @@ def draw(groups: dict[str, list[Run]]) -> bytes:
         draw_panel(axes, groups, x, [("train", "loss"), ("val", "loss")])
         axes.set(xlabel=xlabel, ylabel="loss (nats per token)")
     for axes, (x, xlabel) in zip(panels[1], ACROSS):
-        draw_panel(axes, groups, x, [("val", "bpb")])
+        draw_panel(axes, groups, x, [("val", "val_bpb")])
         axes.set(xlabel=xlabel, ylabel="val_bpb (bits per byte)")
     third = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tok_per_sec", "tokens per second"))
     for axes, (y, ylabel) in zip(panels[2], third):
@@ -339,45 +309,24 @@ def draw(groups: dict[str, list[Run]]) -> bytes:
     return buffer.getvalue()
 
 
-def page(rows: list[list[str]], png: bytes) -> str:
-    """Return the table and the picture as one HTML page without links."""
-    lines = []
-    for i, row in enumerate(rows):
-        tag = "th" if i == 0 else "td"
-        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row) + "</tr>")
-    style = ("body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}"
-             "th,td{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
-             "td:first-child{text-align:left}img{max-width:100%}")
-    image = base64.b64encode(png).decode()
-    return (f"<!doctype html><meta charset='utf-8'><title>Runs</title><style>{style}</style>\n"
-            f"<table>{''.join(lines)}</table>\n"
-            f"<img alt='curves of the runs' src='data:image/png;base64,{image}'>\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="RUN_ID in logs/, .jsonl log or text log")
     parser.add_argument("--out", type=Path, help="file for the picture (default: .png beside the first log)")
-    parser.add_argument("--html", type=Path, help="file for a page with the table and the picture")
     parser.add_argument("--table", action="store_true", help="only print the table")
     options = parser.parse_args()
     try:
         runs = [read_run(text) for text in options.runs]
-        rows = table_of(runs)
-        print(markdown(rows))
+        print(markdown(table_of(runs)))
         if options.table:
             return
-        png = draw(groups_of(runs))
         first = Path(options.runs[0])
         if not first.is_file():
             first = Path("logs", first.name + ".jsonl")
         out = options.out or first.with_suffix(".png")
-        out.write_bytes(png)
+        out.write_bytes(draw(groups_of(runs)))
         print(f"\n{out}")
-        if options.html:
-            options.html.write_text(page(rows, png), encoding="utf-8")
-            print(options.html)
     except (ValueError, OSError) as error:
         sys.exit(f"plot.py: {error}")
 

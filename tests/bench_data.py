@@ -1,6 +1,6 @@
 """How fast text becomes shards and shards become batches: prints the tables in data/README.md.
 
-    python tests/bench_data.py TEXT.jsonl.xz TOKENIZER.model [--workers 2] [--repeat 3]
+    python tests/bench_data.py TEXT.jsonl.xz TOKENIZER.model [--threads 2] [--repeat 3]
 
 TEXT is a .jsonl or .jsonl.xz of documents. The same text is encoded by SentencePiece alone, from memory with as many
 threads, and by data/prepare.py from a plain file and from an .xz, in turn and REPEAT times. Memory is the proportional
@@ -10,6 +10,7 @@ share (PSS) of all processes together, sampled; a run on a quarter of the text s
 import argparse
 import json
 import lzma
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,10 +48,10 @@ def proportional_kib(pid: int) -> int:
     return total
 
 
-def prepare(text: Path, model: str, out: Path, workers: int) -> tuple[float, float]:
+def prepare(text: Path, model: str, out: Path, threads: int) -> tuple[float, float]:
     """Seconds and peak GB of the whole command, from start to the proven data set."""
     command = [sys.executable, str(REPOSITORY / "data" / "prepare.py"), str(text), "--tokenizer", model, "--out", str(out),
-               "--workers", str(workers), "--shard-tokens", "10000000"]
+               "--threads", str(threads), "--shard-tokens", "10000000"]
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     ended = threading.Event()
@@ -95,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text")
     parser.add_argument("model")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -112,13 +113,14 @@ def main() -> None:
         size = sum(len(text.encode("utf-8")) for text in texts)
         quarter = sum(len(text.encode("utf-8")) for text in texts[:len(lines) // 4])
         del content, lines
-        print(f"{len(texts)} documents, {size / 1e6:.1f} MB; {options.workers} workers or threads; "
+        print(f"{len(texts)} documents, {size / 1e6:.1f} MB; {options.threads} threads; "
               f"median of {options.repeat}, smallest to largest in brackets\n")
         own, runs, out = [], {name: [] for name in files}, Path(folder, "set")
         for _ in range(options.repeat):
-            own.append(own_encode(options.model, texts, options.workers))
+            own.append(own_encode(options.model, texts, options.threads))
+            shutil.rmtree(out, ignore_errors=True)
             for name, path in files.items():
-                runs[name].append(prepare(path, options.model, out / name.strip(".").replace(" ", "_"), options.workers))
+                runs[name].append(prepare(path, options.model, out / name.strip(".").replace(" ", "_"), options.threads))
         base = size / statistics.median(own)
         print("| | seconds | MB/s | of SentencePiece's own | peak memory |\n|---|---|---|---|---|")
         rows = [("SentencePiece alone", size, own, "")]

@@ -108,17 +108,14 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
         convert_to(monkeypatch, tmp_path / "set", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl", "--headerless")
 
 
-def test_the_last_split_in_a_name_counts_and_sidecars_are_no_tokens(tmp_path, monkeypatch):
+def test_the_last_split_in_a_name_counts(tmp_path, monkeypatch):
     source = tmp_path / "source"
     source.mkdir()
     write_bin(source / "my_val_set_train_000000.bin", byte_stream(TEXTS, 9))
     write_bin(source / "my_val_set_val_000000.bin", byte_stream(TEXTS))
-    write_bin(source / "my_val_set_val_bytes_000000.bin", [3] * 50)
     convert_to(monkeypatch, tmp_path / "set", source, "--tokenizer", "byte260")
     manifest, _, _ = load(tmp_path / "set")
     assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [45, 5]
-    with pytest.raises(SystemExit, match="named twice"):
-        convert_to(monkeypatch, tmp_path / "set", source, source / "my_val_set_val_000000.bin", "--tokenizer", "byte260")
 
 
 def test_gpt2_tokens(tmp_path, monkeypatch):

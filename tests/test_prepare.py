@@ -4,10 +4,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import prepare
 import pytest
@@ -18,13 +14,12 @@ from test_bytes import write_jsonl
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    """So that a file takes many blocks and batches, as large files do."""
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 200)
-    monkeypatch.setattr(prepare, "BLOCK_BYTES", 150)
+    """So that a file takes many batches, as large files do."""
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 7)
 
 
 def make(monkeypatch, out, *arguments):
-    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--out", str(out), "--workers", "2"])
+    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--out", str(out)])
     prepare.main()
     return json.loads((out / "manifest.json").read_text())
 
@@ -67,16 +62,16 @@ def test_folders_of_text_and_long_text_is_cut_at_line_ends(tmp_path, monkeypatch
     assert "short" in texts and "".join(text for text in texts if text != "short") == long
     parts = [text for text in texts if text != "short"]
     assert all(text.endswith("\n") for text in parts)
-    assert all(16384 <= len(text.encode()) < 16384 + 20 for text in parts[:-1])
+    assert all(16384 <= len(text) < 16384 + 20 for text in parts[:-1])
 
 
-def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch):
-    text = "".join(f"日本語é{i}" for i in range(50_000))
-    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+def test_long_lines_are_cut_between_characters(tmp_path, monkeypatch):
+    text = "short\n" + "".join(f"日本語é{i}" for i in range(50_000)) + "\rno line end\r\n"
+    (tmp_path / "x.txt").write_bytes(text.encode())
     out = tmp_path / "out"
     make(monkeypatch, out, tmp_path / "x.txt", "--tokenizer", "byte260", "--val-docs", 1)
     texts = documents(out, "val") + documents(out, "train")
-    assert "".join(texts) == text and len(texts) > 3
+    assert "".join(texts) == text and [len(text) for text in texts[:3]] == [6 + 16384, 16384, 16384]
 
 
 def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
@@ -119,7 +114,7 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, wanted", [
     (b'{"text": "a"}\n{"text": 3}\n', "document 2: not a JSON object"),
     (b'{"text": "a"}\n{"txt": "b"}\n', "document 2"), (b"not json\n", "document 1"), (b'["text"]\n', "document 1"),
-    (b'{"text": "\\ud83d"}\n', "document 1"), (b'{"text": "caf\xe9"}\n', "document 1"),
+    (b'{"text": "\\ud83d"}\n', "document 1"), (b'{"text": "a"}\n \n{"text": "caf\xe9"}\n', "document 2"),
 ])
 def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
     (tmp_path / "bad.jsonl").write_bytes(content)
@@ -141,10 +136,10 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
         ((source, "--tokenizer", tmp_path / "bad.model"), "bad.model' cannot be used"),
         ((source, "--tokenizer", tmp_path / "bad.json"), "bad.json' only decodes"),
         ((source, "--tokenizer", "byte260", "--val-fraction", 0), "--val-fraction 0.0 must be above 0"),
-        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-fraction", 0.1), "only one of --val-file"),
         ((source, "--tokenizer", "byte260", "--val-docs", 4), "none of the 4 documents .* train split"),
         ((source, "--tokenizer", "byte260", "--val-docs", 2), "training document 4 is also a validation document"),
-        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "only one of --val-file"),
+        ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "^2$"),
+        ((source, "--tokenizer", "byte260", "--threads", 0), "--threads 0 must be 1 or more"),
         (("--tokenizer", "byte260"), "name a SOURCE"),
     ):
         with pytest.raises(SystemExit, match=wanted):
@@ -156,8 +151,8 @@ def test_damaged_archives_are_errors_and_not_the_end_of_the_text(tmp_path, monke
     content = write_jsonl(tmp_path / "a.jsonl", [f"text number {i}" for i in range(500)]).read_bytes()
     packed, zipped = lzma.compress(content), gzip.compress(content)
     damaged = zipped[:200] + bytes(50) + zipped[250:]
-    for name, data in (("cut.jsonl.xz", packed[:-40]), ("stream.jsonl.xz", packed + b"X" + packed[1:]),
-                       ("cut.jsonl.gz", zipped[:-40]), ("damaged.jsonl.gz", damaged)):
+    for name, data in (("cut.jsonl.xz", packed[:-40]), ("damaged.jsonl.xz", packed[:200] + bytes(50) + packed[250:]),
+                       ("empty.jsonl.xz", b""), ("cut.jsonl.gz", zipped[:-40]), ("damaged.jsonl.gz", damaged)):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(SystemExit, match=f"{name}.*(is damaged|document)"):
             make(monkeypatch, tmp_path / "out", tmp_path / name, "--tokenizer", "byte260")
@@ -165,7 +160,7 @@ def test_damaged_archives_are_errors_and_not_the_end_of_the_text(tmp_path, monke
 
 def test_archives_of_several_streams_are_read_whole(tmp_path, monkeypatch):
     halves = [write_jsonl(tmp_path / "a.jsonl", [f"{half} {i}" for i in range(300)]).read_bytes() for half in "ab"]
-    (tmp_path / "x.jsonl.xz").write_bytes(bytes(8).join(lzma.compress(half) for half in halves))
+    (tmp_path / "x.jsonl.xz").write_bytes(b"".join(lzma.compress(half) for half in halves))
     (tmp_path / "x.jsonl.gz").write_bytes(b"".join(gzip.compress(half) for half in halves))
     for packing in ("xz", "gz"):
         manifest = make(monkeypatch, tmp_path / packing, tmp_path / f"x.jsonl.{packing}", "--tokenizer", "byte260",
@@ -173,40 +168,20 @@ def test_archives_of_several_streams_are_read_whole(tmp_path, monkeypatch):
         assert manifest["splits"]["train"]["documents"] == 595
 
 
-def test_nothing_that_was_there_is_overwritten_unless_it_was_made_here(tmp_path, monkeypatch):
+def test_nothing_that_was_there_is_overwritten(tmp_path, monkeypatch):
     source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(SystemExit, match="this script did not make"):
+    with pytest.raises(SystemExit, match="out' is not empty: delete it or choose another folder"):
         make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
     assert (out / "mine.txt").read_text() == "keep"
     (out / "mine.txt").unlink()
-    for shard_tokens in (50, 1000):  # the second run leaves no shard of the first
-        manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2,
-                        "--shard-tokens", shard_tokens)
-    files = {s["file"] for split in manifest["splits"].values() for s in split["shards"]} | {"manifest.json"}
-    assert {p.name for p in out.iterdir()} == files
-    (out / "thesis.txt").write_text("keep")
-    with pytest.raises(SystemExit, match="this script did not make"):
-        make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
-    assert (out / "thesis.txt").read_text() == "keep"
-
-
-@pytest.mark.parametrize("maker", ["data/prepare.py", "data/convert.py", "data/prepare.py 2", "another"])
-def test_older_data_sets_with_byte_sidecars_are_overwritten(tmp_path, monkeypatch, maker):
-    source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
     manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
     assert manifest["made_by"] == "data/prepare.py 2"
-    sidecar = out / "out_val_bytes_000000.bin"
-    sidecar.write_bytes(b"bytes")
-    manifest["made_by"], manifest["splits"]["val"]["bytes_shards"] = maker, [{"file": sidecar.name}]
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    if maker == "another":
-        with pytest.raises(SystemExit, match="this script did not make"):
-            make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
-    else:
+    files = {s["file"] for split in manifest["splits"].values() for s in split["shards"]} | {"manifest.json"}
+    assert {p.name for p in out.iterdir()} == files
+    with pytest.raises(SystemExit, match="is not empty"):
         make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
-    assert sidecar.exists() == (maker == "another")
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
@@ -259,72 +234,18 @@ def test_the_sample_is_bounded_and_does_not_depend_on_order(tmp_path, monkeypatc
     assert set(samples[0]) == set(samples[1]) and 50 < len(samples[0]) < 100
 
 
-def publish(tmp_path, texts, **changes):
-    """Documents with the sidecar that the challenge's have."""
-    source = write_jsonl(tmp_path / "docs_selected.jsonl", texts)
-    sidecar = {"num_docs": len(texts), "docs_val": 3, "docs_sha256": hashlib.sha256(source.read_bytes()).hexdigest()}
-    (tmp_path / "docs_selected.source_manifest.json").write_text(json.dumps({**sidecar, **changes}))
-    return source
-
-
-def test_published_documents_bring_their_split_and_their_hash(tmp_path, monkeypatch, capsys):
-    texts, out = [f"text {i}" for i in range(40)], tmp_path / "out"
-    source = publish(tmp_path, texts)
-    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260")
-    assert documents(out, "val") == texts[:3] and documents(out, "train") == texts[3:]
-    assert manifest["split"] == {"val_docs": 3} and "note:" not in capsys.readouterr().out
-    make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
-    assert documents(out, "val") == texts[:2] and "not the published split" in capsys.readouterr().out
-    source.write_bytes(source.read_bytes().replace(b"text 30", b"text 31"))
-    with pytest.raises(SystemExit, match="docs_selected.jsonl has the sha256 .* but .*source_manifest.json says"):
-        make(monkeypatch, out, source, "--tokenizer", "byte260")
-    (tmp_path / "docs_selected.source_manifest.json").write_text("{}")
-    with pytest.raises(SystemExit, match="source_manifest.json is not a sidecar"):
-        make(monkeypatch, out, source, "--tokenizer", "byte260")
-
-
 def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
-    filler = ["long text " * 30 + str(i) for i in range(4)]  # so that every document is in a batch of its own
-    texts, out = ["a", "b", filler[0], "c", filler[1], "a", filler[2], "d", "b", filler[3], "e"], tmp_path / "out"
-    source = publish(tmp_path, texts)
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 1)
+    texts, out = ["a", "b", "x", "c", "y", "a", "z", "d", "b", "w", "e"], tmp_path / "out"
+    source = write_jsonl(tmp_path / "train.jsonl", texts)
     with pytest.raises(SystemExit, match="training document 6 is also a validation document.*--drop-shared"):
-        make(monkeypatch, out, source, "--tokenizer", "byte260")
-    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared")
-    kept = ["c", filler[1], filler[2], "d", filler[3], "e"]
+        make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 3)
+    manifest = make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 3, "--drop-shared")
+    kept = ["c", "y", "z", "d", "w", "e"]
     assert documents(out, "val") == texts[:3] and documents(out, "train") == kept
     train = manifest["splits"]["train"]
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, sum(map(len, kept)), 2)
     assert "2 training documents were left out" in capsys.readouterr().out
-    val = write_jsonl(tmp_path / "val.jsonl", ["d", "x"])
+    val, out = write_jsonl(tmp_path / "val.jsonl", ["d", "new"]), tmp_path / "with_val_file"
     make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared", "--val-file", val)
-    assert documents(out, "val") == ["d", "x"] and documents(out, "train") == [text for text in texts if text != "d"]
-
-
-def test_sidecars_in_folders_are_found_too(tmp_path, monkeypatch, capsys):
-    source = publish(tmp_path, [f"text {i}" for i in range(40)], docs_sha256="0" * 64)
-    with pytest.raises(SystemExit, match="docs_selected.jsonl has the sha256"):
-        make(monkeypatch, tmp_path / "out", tmp_path, "--tokenizer", "byte260")
-    other = write_jsonl(tmp_path / "mine.jsonl", ["mine"])
-    publish(tmp_path, [f"text {i}" for i in range(40)])
-    make(monkeypatch, tmp_path / "out", other, source, "--tokenizer", "byte260", "--val-docs", 3)
-    assert "not the published split" in capsys.readouterr().out  # the first document is another one
-
-
-def test_workers_end_with_their_parent(tmp_path):
-    """However it ends: here it is killed while they have a document that takes a while."""
-    source = write_jsonl(tmp_path / "a.jsonl", ["some words and more of them " * 300 + str(i) for i in range(3000)])
-    command = [sys.executable, str(REPOSITORY / "data" / "prepare.py"), str(source), "--tokenizer", "byte260",
-               "--val-docs", "1", "--workers", "2", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = Path("/proc", str(process.pid), "task", str(process.pid), "children")
-    if not children.parent.exists():
-        process.kill()
-        pytest.skip("there is no /proc here to look for processes")
-    workers, end = [], time.monotonic() + 30
-    while len(workers) < 2 and time.monotonic() < end:
-        workers = children.read_text().split()
-    process.kill()
-    process.wait()
-    while any(Path("/proc", worker).exists() for worker in workers) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert len(workers) == 2 and not any(Path("/proc", worker).exists() for worker in workers)
+    assert documents(out, "val") == ["d", "new"] and documents(out, "train") == [text for text in texts if text != "d"]
