@@ -1,4 +1,4 @@
-"""Folders, tracks, logs and statistics for the scripts of records/, none of which it imports."""
+"""Folders, tracks, logs, tables and statistics for the scripts of records/, none of which it imports."""
 
 import json
 import math
@@ -10,13 +10,13 @@ import statistics
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RULE = "=" * 100  # divides source, machine and lines in a text log
 FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 # Settings that do not change what is trained, so that the seeds of a record may differ in them. Older scripts had
 # CHECKPOINT_DIR and TRACKERS.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
@@ -33,7 +33,14 @@ class Findings(list):
         return bool(holds)
 
 
-def is_close(a: float, b: float, tolerance: float = 1e-9) -> bool:
+def require_packages() -> None:
+    """Exit with what to install if the packages that records need are missing."""
+    missing = [package for package in ("scipy", "matplotlib") if not find_spec(package)]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} must be installed: pip install -r requirements-dev.txt")
+
+
+def is_close(a: float, b: float, tolerance: float) -> bool:
     """Whether two finite numbers are equal up to `tolerance`, relative above 1 and absolute below."""
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
 
@@ -77,14 +84,20 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
+def gpu_names() -> list[str]:
+    """Return the name of each GPU that nvidia-smi lists."""
+    command = shutil.which("nvidia-smi")
+    if not command:
+        return []
+    arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
+    output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
+    return [line.strip() for line in output.splitlines() if line.strip()]
+
+
 def hardware() -> str:
     """Return the name of the machine: its GPUs if it has some, else its CPU and cores."""
-    if command := shutil.which("nvidia-smi"):
-        arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
-        output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
-        names = [line.strip() for line in output.splitlines() if line.strip()]
-        if names:
-            return f"{len(names)}x {names[0]}"
+    if names := gpu_names():
+        return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -92,6 +105,12 @@ def hardware() -> str:
         model = match[1] if match else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{cores} cores of {model}"
+
+
+def table(header: str, rows) -> list[str]:
+    """Return the lines of a Markdown table. `header` is its first line, a row is a list of cells."""
+    rule = "|---" * (header.count("|") - 1) + "|"
+    return [header, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def deviation(values: list[float]) -> float:

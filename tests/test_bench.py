@@ -38,7 +38,7 @@ def test_quantities_are_computed_from_console_and_events():
 
 def test_a_table_has_medians_and_ranges():
     sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]), ("new", [])]
-    assert bench.table("cpu-small", sides, bench.ROWS) == """\
+    assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
 | cpu-small | old | new |
 |---|---|---|
 | export, s | 1.50 (1.00 to 3.00) |  |
@@ -77,7 +77,6 @@ def test_two_commits_are_compared_and_phases_are_timed():
     assert numbers.keys() == limits.keys()
     for title, (low, high) in limits.items():
         assert len(numbers[title]) == 2 and all(low < number < high for number in numbers[title]), title
-    assert re.search(r"Matrix product of 2,048 x 2,048 in b?float\d+, before each round: \d+\.\d+ TFLOP/s", done.stdout)
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
     assert list(times_ms) == ["load", "forward", "backward", "synchronise", "optimizer"]
     assert 0 < float(times_ms["forward"]) < 10_000 and float(times_ms["synchronise"]) < 1
