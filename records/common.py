@@ -125,27 +125,20 @@ def score(result: dict) -> float:
 
 
 def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | None:
-    """Test whether our mean score is lower than theirs by more than the track's margin: a one-sided Welch t-test
-    (unequal variances). Return unit, margin, difference, numbers of seeds and p; None with fewer than two seeds on a side.
-
-    A track in nats per token compares them only where both sides scored the same tokens and bytes. Otherwise the
-    margin is converted to bits per byte, and those are compared."""
+    """Test whether our mean bits per byte are lower than theirs by more than the track's margin: a one-sided Welch
+    t-test (unequal variances). Return margin, numbers of seeds, p and difference; None with fewer than two seeds on a
+    side. The margin of a track is in nats per token of the text that they scored."""
     if min(len(ours), len(theirs)) < 2:
         return None
     from scipy import stats
-    margin = track.get("margin", 0.0)
-    unit = track.get("unit", "bits per byte")
-    counts = {(seed["val_tokens"], seed["val_bytes"]) for seed in (*ours, *theirs)}
-    if unit == "nats per token" and len(counts) > 1:
-        unit = "bits per byte"
-        margin *= theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
-    value_of = score if unit == "bits per byte" else lambda seed: seed["val_loss"]
-    our_values = [value_of(seed) for seed in ours]
-    their_values = [value_of(seed) for seed in theirs]
-    shifted = [value - margin for value in their_values]
-    test = stats.ttest_ind(our_values, shifted, equal_var=False, alternative="less")
-    return {"unit": unit, "margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
-            "difference": statistics.mean(our_values) - statistics.mean(their_values)}
+    bits_per_nat = theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
+    margin = track.get("margin_nats", 0.0) * bits_per_nat
+    our_scores = [score(seed) for seed in ours]
+    their_scores = [score(seed) for seed in theirs]
+    shifted = [value - margin for value in their_scores]
+    test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
+    return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
+            "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
 
 
 def order_of(submission: dict) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ def record_row(place: int, submission: dict, folder: str) -> list[str]:
     """Return the cells of one record."""
     original = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
-    against = f"{test['difference']:+.4f} {test['unit']}, p = {test['p']:.1g}" if test else ""
+    against = f"{test['difference']:+.4f} bits per byte, p = {test['p']:.1g}" if test else ""
     name = f"{submission['date']}_{submission['name']}"
     return [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", f"{submission['val_bpb']:.4f}",
             str(len(submission["seeds"])), f"{submission['bytes_total']:,}", "yes" if submission["is_best"] else "no",

@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--division", default="", help="one of the track's, if any")
     parser.add_argument("--base", default="", help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
-    parser.add_argument("--github", default="", help="your name on GitHub")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
     parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
 
@@ -89,8 +88,8 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
     now = time.gmtime()
     folder = folder_of(options, now)
     load_track(folder)
-    authored = {key: getattr(options, key) for key in ("name", "author", "track", "division", "blurb", "base")}
-    authored |= {"github_id": options.github, "hardware": options.hardware or hardware(), "command": command,
+    authored = {key: getattr(options, key, "") for key in AUTHORED}
+    authored |= {"hardware": options.hardware or hardware(), "command": command,
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:
@@ -110,7 +109,6 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--command", default="", help="the command that started the runs (default: from the first log)")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="rewrite its submission.json, texts and curve.png")
     parser.add_argument("runs", nargs="*", metavar="RUN_ID", help="finished runs that differ only in SEED")
     options = parser.parse_args()
@@ -123,7 +121,7 @@ def main() -> None:
             submission = load_json(folder / "submission.json")
             write_record(folder, {key: submission.get(key, "") for key in AUTHORED})
         else:
-            folder = submit(options, options.runs, options.command)
+            folder = submit(options, options.runs)
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"submit.py: {error}")
     sys.exit(0 if report(folder) else 1)

@@ -342,10 +342,11 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
 
 def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings) -> None:
     """Apply the limits of the track, its settings and the data of the division. Every rule of track.json is here."""
+    request = Findings()
     for seed in seeds:
         name = f"seed {seed['seed']}"
         reasons = Findings()
-        check_request(track, division, len(seeds), seed["settings"], reasons)
+        check_request(track, division, len(seeds), seed["settings"], request)
         amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
                    "max_world_size": seed["world_size"], "max_threads": seed["threads"] * seed["world_size"]}
         for rule, amount in amounts.items():
@@ -359,6 +360,7 @@ def check_rules(track: dict, division: str, seeds: list[dict], findings: Finding
         if track.get("divisions"):
             check_division(seed, division, reasons)
         findings += [f"{name}: {reason}" for reason in reasons]
+    findings += dict.fromkeys(request)  # each reason once
 
 
 def check_division(seed: dict, division: str, findings: Findings) -> None:
@@ -453,7 +455,7 @@ def compare_claims(submission: dict, computed: dict, findings: Findings) -> None
 
 def describe_test(test: dict) -> str:
     """Return a difference and its test in words."""
-    return (f"{test['difference']:+.5f} {test['unit']}; one-sided Welch t-test of {test['n'][0]} against {test['n'][1]} "
+    return (f"{test['difference']:+.5f} bits per byte; one-sided Welch t-test of {test['n'][0]} against {test['n'][1]} "
             f"seeds for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
 
 

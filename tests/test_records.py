@@ -22,7 +22,7 @@ pytest.importorskip("matplotlib", reason="records have pictures: pip install -r 
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
 
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_threads": 64,
-         "max_world_size": 1, "min_seeds": 3, "unit": "nats per token", "margin": 0.0, "p": 0.01,
+         "max_world_size": 1, "min_seeds": 3, "p": 0.01,
          "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
          "divisions": {"tiny": {"scored": {"byte260": {"original_per_decoded_byte": 1.25,
                                                        "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
@@ -219,7 +219,7 @@ FORGERIES = {
     "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
         key: value for key, value in claims(f).items() if key != "is_best"})), "is_best is 'nothing', but the logs give False"),
     "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}), "significance: p is 1e-09"),
-    "other units": (lambda f: claim(f, significance={**claims(f)["significance"], "unit": "bits per byte"}), "unit is 'bits"),
+    "another margin": (lambda f: track(f, margin_nats=0.01), "significance: margin is 0.0, but the logs give 0.014"),
     "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
     "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
     "another track": (lambda f: claim(f, track="track_open"), "submission.json names track_open/"),
@@ -309,7 +309,7 @@ def test_what_the_tools_make_is_accepted(root, capsys):
         text = (folder / "README.md").read_text()
         assert f"and {original:.4f} per byte of the original text." in text
     assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
-    assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ nats per token; one-sided Welch t-test of 3 against 3", notes[1])
+    assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3", notes[1])
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -393,18 +393,19 @@ def test_the_artifacts_are_scored_again(root, records, monkeypatch):
     assert score == pytest.approx(seeds[1]["val_bpb"], abs=1e-6) and abs(score - seeds[0]["val_bpb"]) > 1e-5
 
 
-def test_the_test_of_significance_is_welchs_in_the_tracks_unit():
-    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees."""
-    def seeds(losses, tokens=100):
-        return [{"val_loss": x, "val_bpb": 2 * x, "val_tokens": tokens, "val_bytes": 72} for x in losses]
+def test_the_test_of_significance_is_welchs():
+    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees. A
+    margin of 0.01 nats per token at 50 tokens of 72 bytes is 0.01 * 50 / (ln 2 * 72) bits per byte."""
+    def seeds(scores, tokens=100):
+        return [{"val_bpb": x, "val_tokens": tokens, "val_bytes": 72} for x in scores]
 
     ours, theirs = seeds([0.99, 1.0, 1.01]), seeds([1.08, 1.1, 1.12])
-    test = common.compare_scores({"unit": "nats per token"}, ours, theirs)
-    assert test["unit"] == "nats per token" and test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3]
+    test = common.compare_scores({}, ours, theirs)
+    assert test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3] and test["margin"] == 0
     assert test["p"] == pytest.approx(0.00245, abs=3e-4)
-    assert common.compare_scores({"unit": "nats per token", "margin": 0.2}, ours, theirs)["p"] > 0.5
-    other = common.compare_scores({"unit": "nats per token", "margin": 0.01}, ours, seeds([1.1, 1.2], tokens=50))
-    assert other["unit"] == "bits per byte" and other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72)
+    other = common.compare_scores({"margin_nats": 0.01}, ours, seeds([1.08, 1.1, 1.12], tokens=50))
+    assert other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72) and other["p"] > test["p"]
+    assert common.compare_scores({"margin_nats": 0.2}, ours, theirs)["p"] > 0.5
     assert common.compare_scores({}, ours[:1], theirs) is None
 
 
@@ -420,7 +421,7 @@ def test_the_leaderboard_says_when_it_is_stale(root, tmp_path, monkeypatch, caps
     text = (tmp_path / "records" / "README.md").read_text()
     assert text.startswith("# Records\n") and text.endswith("\nMore.\n") and "old\n" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
-    assert "_Control]" in rows[0] and "_Slow]" in rows[1] and "nats per token" in rows[1]
+    assert "_Control]" in rows[0] and "_Slow]" in rows[1] and "bits per byte, p = " in rows[1]
     monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--check"])
     leaderboard.main()
 
