@@ -72,11 +72,6 @@ def read_events(path: Path) -> list[dict]:
     return events
 
 
-def setting_text(value: object) -> str:
-    """Return a setting of a log as the text that train_gpt.py reads."""
-    return str(int(value) if isinstance(value, bool) else value)
-
-
 def launcher(ranks: int) -> list[str]:
     """Return the command that starts a Python script with this many processes on this machine."""
     if ranks == 1:

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import time
 
-from common import (FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, read_events, require_packages,
-                    setting_text)
+from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, read_events, require_packages
 from submit import add_arguments, folder_of, submit
 from verify import check_request, other_seeds, report
 
@@ -63,7 +62,7 @@ def plan_settings(options) -> dict[str, str]:
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
-        settings = {name: setting_text(value) for name, value in submission["settings"].items()}
+        settings = {name: str(value) for name, value in submission["settings"].items()}
     for word in options.settings:
         name, _, text = word.partition("=")
         settings[name] = text

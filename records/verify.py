@@ -27,7 +27,7 @@ from pathlib import Path
 import ladder
 from common import (ABSOLUTE_PATH, FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, compare_scores,
                     deviation, find_incumbent, is_close, load_json, load_track, read_events, record_folders,
-                    require_packages, score, setting_text, table)
+                    require_packages, score, table)
 
 # ---- What a script may not do ------------------------------------------------------------------------
 # A script is one readable file whose text shows its behaviour. These lists catch mistakes and simple tricks; they
@@ -195,6 +195,8 @@ def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict
             return None
         versions, lines = parts[1], parts[2].splitlines()
         events = read_events(path.with_suffix(".jsonl"))
+        starts = [i for i, event in enumerate(events) if event["event"] == "config"]
+        findings.check(starts == [0], f"{name}.jsonl must have one config event, its first")
         seed = summarize(events, versions, lines)
         seed["resumed"] = check_resumed(folder, name, events, findings)
         for check in (check_scores, check_steps, check_clock):
@@ -544,31 +546,21 @@ def check_paths(folder: Path, findings: Findings) -> None:
 # ---- Scoring again ---------------------------------------------------------------------------------------
 
 
-def check_data(seed: dict, findings: Findings) -> None:
-    """The shards and the tokenizer on this disk must be those that the division pins."""
-    settings = seed["settings"]
-    shards = sorted(Path(ROOT, settings["DATA_PATH"]).glob("*.bin"))
-    paths = {f"{split}_shards": [path for path in shards if f"_{split}_" in path.name] for split in ("train", "val")}
-    for what, files in paths.items():
-        digests = [sha256(path.read_bytes()).hexdigest() for path in files]
-        findings.check(seed["table"].get(f"{what}_sha256", digests) == digests,
-                       f"the {what} of {settings['DATA_PATH']} are not the division's")
-    tokenizer = Path(ROOT, settings["TOKENIZER_PATH"])
-    if tokenizer.is_file() and "tokenizer_sha256" in seed["table"]:
-        findings.check(sha256(tokenizer.read_bytes()).hexdigest() == seed["table"]["tokenizer_sha256"],
-                       f"{settings['TOKENIZER_PATH']} is not the division's tokenizer")
+def scored_data(start: dict) -> tuple:
+    """Return the validation tokens and bytes that a "config" event or a seed names, and the digests of the shards."""
+    digests = {file: digest for file, digest in start.get("data_sha256", {}).items() if "_val_" in file}
+    return start["val_tokens"], start["val_bytes"], digests
 
 
 def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
     """Score an artifact in a new process with the folder's train_gpt.py and the log's settings; return a line about
     it."""
     number = seed["seed"]
-    check_data(seed, findings)
     artifact = artifacts / f"artifact_seed{number}.int8.ptz"
     if not check_artifact(artifact, seed, findings):
         return f"seed {number}: not scored"
     name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
-    settings = {key: setting_text(value) for key, value in seed["overrides"].items()}
+    settings = {key: str(value) for key, value in seed["overrides"].items()}
     settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
                  "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
     for key in ("DATA_PATH", "TOKENIZER_PATH"):
@@ -586,6 +578,8 @@ def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
     scored = next((event for event in events if event["event"] == "val"), None)
     if not findings.check(scored is not None, f"seed {number}: scoring failed: {(result.stderr or result.stdout)[-300:]}"):
         return f"seed {number}: not scored"
+    findings.check(scored_data(events[0]) == scored_data(seed),
+                   f"seed {number}: DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
     difference = scored["val_bpb"] - seed["val_bpb"]
     findings.check(abs(difference) <= RERUN_BPB,
                    f"seed {number}: the artifact scores {scored['val_bpb']:.8f}, not {seed['val_bpb']:.8f}")

@@ -214,6 +214,9 @@ FORGERIES = {
         **claims(f)["seed_results"]["2"], "val_bpb": 1.0}}), "seed_results: 2: val_bpb is 1.0, but the logs give"),
     "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}), r"seed_results: 4 is \{\}, but the logs give"),
     "fewer bytes": (lambda f: claim(f, bytes_total=1000), "submission.json: bytes_total is 1000"),
+    "two starts": (lambda f: (f / "train_seed2.jsonl").write_text(
+        (f / "train_seed2.jsonl").read_text().partition("\n")[0].replace('"val_bytes": 2976', '"val_bytes": 5952') + "\n"
+        + (f / "train_seed2.jsonl").read_text()), "must have one config event"),
     "bits as loss": (lambda f: claim(f, val_loss=claims(f)["val_bpb"]), "submission.json: val_loss is"),
     "no blurb": (lambda f: claim(f, blurb=None), "submission.json: blurb is not text"),
     "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
@@ -378,18 +381,18 @@ def test_the_artifacts_are_scored_again(root, records, monkeypatch):
     """Another seed's artifact in its place has that seed's score."""
     found = common.Findings()
     seeds = verify.read_folder(records, "tiny", found)
-    assert not found
-    seeds[0]["table"] = {"val_shards_sha256": ["0" * 64], "tokenizer_sha256": "0" * 64}
-    shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
-    monkeypatch.setattr(verify, "RERUN_BPB", 1e-5)
-    verify.rerun(records, seeds[0], records, found)
-    assert "the val_shards of tiny are not the division's" in found[0] and "is not the artifact of the log" in found[1]
-    assert len(found) == 2
+    monkeypatch.setenv("MATRIX_LR", "wrong")  # the environment is clean
+    assert "scored again" in verify.rerun(records, seeds[1], records, found) and not found
     assert verify.rerun(records, seeds[0], records.parent, found) == "seed 1: not scored"
-    assert "--artifacts DIR names the folder" in found.pop() and len(found) == 3
-    monkeypatch.setattr(verify, "check_artifact", lambda path, *_: path.is_file())
+    assert "--artifacts DIR names the folder" in found.pop() and not found
+    shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
+    assert verify.rerun(records, seeds[0], records, found) == "seed 1: not scored"
+    assert "is not the artifact of the log" in found.pop() and not found
+    monkeypatch.setattr(verify, "RERUN_BPB", 1e-5)
+    seeds[0] |= {key: seeds[1][key] for key in ("artifact_bytes", "artifact_sha256")} | {"val_bytes": 3000}
     verify.rerun(records, seeds[0], records, found)
-    score = float(re.search(r"the artifact scores (\S+), not", found[4])[1])
+    assert "DATA_PATH or TOKENIZER_PATH on this disk are not those of the log" in found[0]
+    score = float(re.search(r"the artifact scores (\S+), not", found[1])[1])
     assert score == pytest.approx(seeds[1]["val_bpb"], abs=1e-6) and abs(score - seeds[0]["val_bpb"]) > 1e-5
 
 
