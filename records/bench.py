@@ -28,6 +28,8 @@ COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_S
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
+    "cpu-track": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=6 NUM_KV_HEADS=3 TRAIN_SEQ_LEN=256 "
+                  "TRAIN_BATCH_TOKENS=4096", 20, 1 << 16),  # of the control record
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
@@ -130,7 +132,8 @@ def phases_worker(skip: int, output: str) -> None:
                 measure_calls("optimizer", optimizer, "step", run.ranks)
         result = plain_step(run, *args, **kwargs)
         if run.ranks.rank == 0:
-            means = {phase: total / (run.step + 1 - skip) for phase, total in spent_ms.items() if run.step >= skip}
+            steps = run.step + 1 - skip
+            means = {phase: total / steps for phase, total in spent_ms.items() if steps > 0}
             Path(output).write_text(json.dumps(means), encoding="utf-8")
         return result
 
@@ -163,13 +166,18 @@ def cell(values: list[float], digits: int) -> str:
 
 
 def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
-    """Return a Markdown table with a row for each quantity that was measured and a column for each commit."""
+    """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For two
+    commits, the last column is the median of the second divided by that of the first."""
     lines = []
     for key, (title, digits) in rows.items():
-        cells = [cell([found[key] for found in measured if key in found], digits) for _, measured in sides]
+        values = [[found[key] for found in measured if key in found] for _, measured in sides]
+        cells = [cell(of_side, digits) for of_side in values]
+        if len(sides) == 2:
+            cells.append(f"{statistics.median(values[1]) / statistics.median(values[0]):.3f}" if all(values) else "")
         if any(cells):
             lines.append([title, *cells])
-    return "\n".join(table(f"| {name} | {' | '.join(side for side, _ in sides)} |", lines)) + "\n"
+    columns = [name, *(side for side, _ in sides), *["ratio"] * (len(sides) == 2)]
+    return "\n".join(table(f"| {' | '.join(columns)} |", lines)) + "\n"
 
 
 def compare(name: str, options: argparse.Namespace, folder: Path) -> None:

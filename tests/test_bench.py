@@ -1,5 +1,6 @@
 """records/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
 
+import json
 import os
 import re
 import subprocess
@@ -37,19 +38,24 @@ def test_quantities_are_computed_from_console_and_events():
 
 
 def test_a_table_has_medians_and_ranges():
-    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]), ("new", [])]
+    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]), ("new", [{"export_s": 1.2}])]
     assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
-| cpu-small | old | new |
-|---|---|---|
-| export, s | 1.50 (1.00 to 3.00) |  |
-| first start to first step, s | 9.0 |  |
+| cpu-small | old | new | ratio |
+|---|---|---|---|
+| export, s | 1.50 (1.00 to 3.00) | 1.20 | 0.800 |
+| first start to first step, s | 9.0 |  |  |
+"""
+    assert bench.median_table("cpu-small", sides[1:], bench.ROWS) == """\
+| cpu-small | new |
+|---|---|
+| export, s | 1.20 |
 """
 
 
 def test_older_commits_get_the_variables_that_they_have(tmp_path, capsys):
     script = tmp_path / "train_gpt.py"
-    script.write_text('class Config:\n    attn: str = var("auto")\n')
-    assert bench.known_to(script, ["ATTN=math", "FUSED=0"]) == ["ATTN=math"]
+    script.write_text('class Config:\n    attn: str = var("auto")\n    compile: str = var("auto")\n')
+    assert bench.known_to(script, ["ATTN=math", "FUSED=0", "COMPILE=1"]) == ["ATTN=math", "COMPILE=1"]
     assert "FUSED=0" in capsys.readouterr().out
 
 
@@ -58,6 +64,23 @@ def test_a_configuration_that_does_not_exist_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert "'cpu-big' must be one of cpu-small" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_cpu_configurations_are_measured(monkeypatch, capsys):
+    names = []
+    monkeypatch.setattr(bench, "gpu_names", list)
+    monkeypatch.setattr(bench, "compare", lambda name, options, folder: names.append((name, options.settings)))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--against", "8d04a07", "COMPILE=1"])
+    bench.main()
+    assert names == [(name, ["COMPILE=1"]) for name in ("cpu-small", "cpu-track", "cpu-default-shape")]
+    assert "COMPILE=1" in capsys.readouterr().out
+
+
+def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
+    folder = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-22_Control"
+    settings = json.loads((folder / "submission.json").read_text())["settings"]
+    shape = dict(pair.split("=") for pair in bench.CONFIGURATIONS["cpu-track"][0].split())
+    assert len(shape) == 6 and all(str(settings[name]) == value for name, value in shape.items())
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
@@ -70,13 +93,17 @@ def test_two_commits_are_compared_and_phases_are_timed():
     table, phases = re.findall(r"(?:^\|.*\n)+", done.stdout, re.M)
     heading, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert heading[0] == "cpu-small" and heading[2].startswith(heading[1])  # a commit, and maybe changes
+    assert heading[3] == "ratio"
     numbers = {title: [float(text.replace(",", "")) for text in cells] for title, *cells in rows}
     limits = {"training, tokens/s": (100, 1e7), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
               "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000),
               "first start to first step, s": (0.5, 60)}
     assert numbers.keys() == limits.keys()
     for title, (low, high) in limits.items():
-        assert len(numbers[title]) == 2 and all(low < number < high for number in numbers[title]), title
+        before, after, _ = numbers[title]
+        assert low < before < high and low < after < high, title
+    before, after, ratio = numbers["training, tokens/s"]
+    assert ratio == pytest.approx(after / before, abs=0.01)
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
     assert list(times_ms) == ["load", "forward", "backward", "synchronise", "optimizer"]
     assert 0 < float(times_ms["forward"]) < 10_000 and float(times_ms["synchronise"]) < 1
