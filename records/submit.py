@@ -4,8 +4,8 @@
     python records/submit.py --again records/track_open/2026-01-31_Wider
 
 A RUN_ID is the name of a run in logs/; the runs differ only in SEED. The folder records/TRACK/DATE_NAME/ receives
-README.md, submission.json, train_gpt.py as it ran, train_seedN.log and .jsonl, curve.png, and artifacts under 2 MB.
-To change the blurb, the base or your name, edit them in submission.json and run --again, which writes the other texts
+README.md, submission.json, train_gpt.py as it ran, script.diff if it differs from the base's, train_seedN.log and
+.jsonl, curve.png, and artifacts under 2 MB. To change the blurb, the base or your name, edit them in submission.json and run --again, which writes the other texts
 again. What you write in README.md below the line "## Notes" is kept.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track, read_events,
                     require_packages)
-from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, read_folder, render, report
+from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, read_folder, render, report, script_difference
 
 sys.path.append(str(ROOT / "logs"))
 
@@ -27,8 +27,8 @@ import plot  # noqa: E402
 
 
 def write_record(folder: Path, authored: dict) -> None:
-    """Write submission.json, README.md and curve.png of a folder that has its logs. Raises ValueError with the reasons
-    for which the logs would be refused."""
+    """Write submission.json, script.diff, README.md and curve.png of a folder that has its logs. Raises ValueError
+    with the reasons for which the logs would be refused."""
     findings = Findings()
     seeds = read_folder(folder, authored["division"], findings)
     claims = make_claims(folder, authored, seeds, findings) if seeds else {}
@@ -36,6 +36,10 @@ def write_record(folder: Path, authored: dict) -> None:
         raise ValueError("; ".join(findings))
     submission = {**authored, **claims}
     (folder / "submission.json").write_text(json.dumps(submission, indent=1) + "\n", encoding="utf-8")
+    stored = folder / "script.diff"
+    stored.unlink(missing_ok=True)
+    if difference := script_difference(folder, authored["base"]):
+        stored.write_text(difference, encoding="utf-8")
     readme = folder / "README.md"
     notes = readme.read_text(encoding="utf-8").partition(NOTES)[2] if readme.is_file() else ""
     readme.write_text(render(submission) + notes, encoding="utf-8")

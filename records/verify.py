@@ -10,6 +10,7 @@ read it first.
 
 import argparse
 import ast
+import difflib
 import json
 import math
 import os
@@ -56,7 +57,7 @@ RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.2e-4 was meas
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 
 SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz")
-OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
+OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
 UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 # Lines of a text log with numbers that the .jsonl has, too
 COMPARED_LINES = ("val_loader:", "world_size:", "seed:", "config:", "step:", "Code size:",
@@ -311,6 +312,15 @@ def check_script(source: str) -> tuple[str, ...]:
     return tuple(findings)
 
 
+def script_difference(folder: Path, base: str) -> str:
+    """Return the unified diff from the base's train_gpt.py to the folder's; "" without a base, or if they are equal."""
+    if not base:
+        return ""
+    scripts = (folder.parent.parent / base / "train_gpt.py", folder / "train_gpt.py")
+    before, after = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in scripts)
+    return "".join(difflib.unified_diff(before, after, f"{base}/train_gpt.py", "train_gpt.py"))
+
+
 # ---- The rules of a track ------------------------------------------------------------------------------
 
 
@@ -494,8 +504,8 @@ def render(claims: dict) -> str:
     lines += [describe_test(claims["significance"]), ""] if claims["significance"] and not is_repeated else [""]
     if claims["base"]:
         lines += table("| | base | this record |", [[name, *values] for name, values in claims["changes"].items()])
-        compare = f"see `diff ../{claims['base'].split('/')[-1]}/train_gpt.py train_gpt.py`."
-        lines += ["", f"`train_gpt.py`: {'changed, ' + compare if 'train_gpt.py' in claims['changes'] else 'unchanged.'}"]
+        is_changed = "train_gpt.py" in claims["changes"]
+        lines += ["", f"`train_gpt.py`: {'changed, see `script.diff`' if is_changed else 'unchanged'}."]
     else:
         lines += table("| | this record |", claims["settings"].items())
     environment = claims["environment"]
@@ -543,7 +553,36 @@ def check_paths(folder: Path, findings: Findings) -> None:
             findings.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
 
 
+def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
+    """README.md and script.diff must be what submission.json and the scripts give."""
+    stored = folder / "script.diff"
+    text = stored.read_text(encoding="utf-8") if stored.is_file() else ""
+    findings.check(text == script_difference(folder, submission["base"]), "script.diff is not the difference between "
+                   "the base's train_gpt.py and this one; records/submit.py --again rewrites it")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow from "
+                   "submission.json; records/submit.py --again rewrites it")
+
+
 # ---- Scoring again ---------------------------------------------------------------------------------------
+
+
+def check_data(seed: dict, findings: Findings) -> None:
+    """The shards and the tokenizer on this disk must be those that the division pins. The digests in a log come from
+    manifest.json, which can say anything, so the files themselves are hashed."""
+    settings = seed["settings"]
+    data_path = ROOT / settings["DATA_PATH"]
+    for split in ("train", "val"):
+        if pinned := seed["table"].get(f"{split}_shards_sha256"):
+            paths = sorted(data_path.glob(f"*_{split}_[0-9]*.bin"))
+            found = [sha256(path.read_bytes()).hexdigest() for path in paths]
+            findings.check(found == pinned, f"DATA_PATH={settings['DATA_PATH']}: the {split} shards on this disk are "
+                           "not the division's")
+    tokenizer = ROOT / settings["TOKENIZER_PATH"]
+    if pinned := seed["table"].get("tokenizer_sha256"):
+        found = sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+        findings.check(found == pinned, f"TOKENIZER_PATH={settings['TOKENIZER_PATH']} on this disk is not the "
+                       "division's tokenizer")
 
 
 def scored_data(start: dict) -> tuple:
@@ -564,8 +603,9 @@ def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
     settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
                  "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
     for key in ("DATA_PATH", "TOKENIZER_PATH"):
-        if key in settings and Path(ROOT, settings[key]).exists():
-            settings[key] = str(ROOT / settings[key])
+        path = ROOT / seed["settings"][key]
+        if path.exists():
+            settings[key] = str(path)
     kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "TIKTOKEN_CACHE_DIR")
     environment = {key: os.environ[key] for key in kept if key in os.environ}
     environment["OMP_NUM_THREADS"] = str(seed["threads"])
@@ -624,14 +664,13 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
     check_files(folder, seeds, findings)
     check_paths(folder, findings)
     if not findings:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-        findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow from "
-                       "submission.json; records/submit.py --again rewrites it")
+        check_texts(folder, submission, findings)
     notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {count_seeds(seeds)}, at most "
              f"{computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again:
+        check_data(seeds[0], findings)  # the seeds have the same settings
         notes += [rerun(folder, seed, artifacts or folder, findings) for seed in seeds]
     return findings, notes
 

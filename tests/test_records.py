@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import common
@@ -286,6 +287,7 @@ FORGERIES = {
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
     "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]), "train shards that the log names are not those"),
     "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]), "val shards that the log"),
+    "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"), "script.diff is not the"),
     "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
                                     "disagree on PyTorch"),
     "another division": (lambda f: claim(f, division="other"), "division 'other' must be one of tiny"),
@@ -375,6 +377,73 @@ def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_pat
     assert best_before("2026-01-01_First") is None and best_before("2026-01-02_Better") == "First"
     assert best_before("2026-01-02_Tie") == "Better" and best_before("2026-01-03_Worse") == "Better"
     assert best_before("2026-01-09_Late") == "Better" and best_before("2026-01-01_Other") is None
+
+
+def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
+    source = (records / "train_gpt.py").read_text()
+    for path in (records / "train_gpt.py", *records.glob("*.log")):
+        edit(path, "lookup = 0", "lookup = 1")
+    digest = sha256(source.replace("lookup = 0", "lookup = 1").encode()).hexdigest()
+    for seed in (1, 2, 3):
+        change(records, "export", seed, code_sha256=digest)
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    difference = (records / "script.diff").read_text()
+    base = claims(records)["base"]
+    assert difference.startswith(f"--- {base}/train_gpt.py\n+++ train_gpt.py\n@@ ")
+    changed = [line for line in difference.splitlines()[2:] if line[0] in "+-"]
+    assert [line[0] for line in changed] == ["-", "+"] and "lookup = 1" in changed[1]
+    assert "`train_gpt.py`: changed, see `script.diff`." in (records / "README.md").read_text()
+    assert verify.verify_record(records)[0] == []
+    edit(records / "script.diff", r"lookup = 1", "lookup = 2")
+    assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
+    (records / "script.diff").unlink()
+    assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
+    claim(records, base="")
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    assert not (records / "script.diff").exists() and verify.verify_record(records)[0] == []
+
+
+def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
+    """A manifest.json with the pinned digests beside other files convinces nobody."""
+    monkeypatch.setattr(verify, "ROOT", records.parents[2])
+    data = shutil.copytree(root / "tiny", verify.ROOT / "tiny")
+    train, val = ({path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(data.glob(f"*_{split}_*"))}
+                  for split in ("train", "val"))
+    tokenizer = data / "tokenizer.model"
+    tokenizer.write_bytes(b"tokenizer")
+    (data / "manifest.json").write_text(json.dumps({"splits": {
+        split: {"shards": [{"file": name, "sha256": digest} for name, digest in digests.items()]}
+        for split, digests in (("train", train), ("val", val))}}))
+    table = {"train_shards_sha256": list(train.values()), "val_shards_sha256": list(val.values()),
+             "tokenizer_sha256": sha256(b"tokenizer").hexdigest()}
+    seed = {"settings": {"DATA_PATH": "tiny", "TOKENIZER_PATH": "tiny/tokenizer.model"}, "table": table}
+    found = common.Findings()
+    verify.check_data(seed, found)
+    assert found == []
+    reasons = {"tiny_train_000001.bin": "DATA_PATH=tiny: the train shards on this disk are not the division's",
+               "tiny_val_000000.bin": "DATA_PATH=tiny: the val shards on this disk are not the division's",
+               "tokenizer.model": "TOKENIZER_PATH=tiny/tokenizer.model on this disk is not the division's tokenizer"}
+    for name, reason in reasons.items():
+        content = (data / name).read_bytes()
+        (data / name).write_bytes(content[:-1] + b"?")
+        verify.check_data(seed, found)
+        assert found == [reason]
+        found.clear()
+        (data / name).unlink()
+        verify.check_data(seed, found)
+        assert found == [reason]
+        found.clear()
+        (data / name).write_bytes(content)
+    verify.check_data({**seed, "table": {}}, found)  # a division without digests
+    assert found == []
+
+
+def test_a_rerun_hashes_the_data_once(records, monkeypatch):
+    pin(records, val_shards_sha256=["0" * 64])
+    monkeypatch.setattr(verify, "rerun", lambda *_: "scored")
+    assert verify.verify_record(records)[0] == []
+    found, notes = verify.verify_record(records, again=True)
+    assert found == ["DATA_PATH=tiny: the val shards on this disk are not the division's"] and notes[-3:] == ["scored"] * 3
 
 
 def test_the_artifacts_are_scored_again(root, records, monkeypatch):
