@@ -166,14 +166,15 @@ def cell(values: list[float], digits: int) -> str:
 
 
 def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
-    """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For two
-    commits, the last column is the median of the second divided by that of the first."""
+    """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For
+    two commits, the last column is the median of the second divided by that of the first."""
     lines = []
     for key, (title, digits) in rows.items():
         values = [[found[key] for found in measured if key in found] for _, measured in sides]
         cells = [cell(of_side, digits) for of_side in values]
+        medians = [statistics.median(of_side) for of_side in values if of_side]
         if len(sides) == 2:
-            cells.append(f"{statistics.median(values[1]) / statistics.median(values[0]):.3f}" if all(values) else "")
+            cells.append(f"{medians[1] / medians[0]:.3f}" if len(medians) == 2 else "")
         if any(cells):
             lines.append([title, *cells])
     columns = [name, *(side for side, _ in sides), *["ratio"] * (len(sides) == 2)]

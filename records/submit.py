@@ -1,12 +1,14 @@
 """Package finished runs as a record folder that others can check.
 
-    python records/submit.py --track track_open --name Wider --author me --blurb "MLP_MULT=3" RUN_ID RUN_ID RUN_ID
+    python records/submit.py --track track_open --name Wider --author me --blurb "MLP_MULT=3" RUN_ID RUN_ID
     python records/submit.py --again records/track_open/2026-01-31_Wider
 
-A RUN_ID is the name of a run in logs/; the runs differ only in SEED. The folder records/TRACK/DATE_NAME/ receives
-README.md, submission.json, train_gpt.py as it ran, script.diff if it differs from the base's, train_seedN.log and
-.jsonl, curve.png, and artifacts under 2 MB. To change the blurb, the base or your name, edit them in submission.json and run --again, which writes the other texts
-again. What you write in README.md below the line "## Notes" is kept.
+A RUN_ID is the name of a run in logs/; the runs differ only in SEED. The folder records/TRACK/DATE_NAME/
+receives README.md, submission.json, train_gpt.py as it ran, script.diff if it differs from the base's,
+train_seedN.log and .jsonl, curve.png, and artifacts under 2 MB.
+
+To change the blurb, the base or your name, edit them in submission.json and run --again, which writes the other
+texts again. What you write in README.md below the line "## Notes" is kept.
 """
 
 import argparse
@@ -17,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track, read_events,
-                    require_packages)
+from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track,
+                    read_events, require_packages)
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, read_folder, render, report, script_difference
 
 sys.path.append(str(ROOT / "logs"))
@@ -27,8 +29,8 @@ import plot  # noqa: E402
 
 
 def write_record(folder: Path, authored: dict) -> None:
-    """Write submission.json, script.diff, README.md and curve.png of a folder that has its logs. Raises ValueError
-    with the reasons for which the logs would be refused."""
+    """Write submission.json, script.diff, README.md and curve.png of a folder that has its logs. Raises
+    ValueError with the reasons for which the logs would be refused."""
     findings = Findings()
     seeds = read_folder(folder, authored["division"], findings)
     claims = make_claims(folder, authored, seeds, findings) if seeds else {}
@@ -75,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--track", help="a folder of records/ (example: track_10min_1mb_cpu)")
     parser.add_argument("--name", help="of the record (example: Wider_MLP)")
     parser.add_argument("--division", default="", help="one of the track's, if any")
-    parser.add_argument("--base", default="", help="the record that this one changes (example: track_open/2026-01-31_Name)")
+    parser.add_argument("--base", default="",
+                        help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
     parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
@@ -87,8 +90,8 @@ def folder_of(options, now: time.struct_time) -> Path:
 
 
 def submit(options, run_ids: list[str], command: str = "") -> Path:
-    """Make the record folder and return it, or leave nothing behind. `command` is by default that of the first run.
-    Raises ValueError with the reasons for which the logs would be refused."""
+    """Make the record folder and return it, or leave nothing behind. `command` is by default that of the first
+    run. Raises ValueError with the reasons for which the logs would be refused."""
     now = time.gmtime()
     folder = folder_of(options, now)
     load_track(folder)
@@ -101,7 +104,8 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
             copy_run(folder, run_id)
         if not command:
             overrides = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]["overrides"]
-            given = [f"{name}={text}" for name, (text, _) in overrides.items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
+            given = [f"{name}={text}" for name, (text, _) in overrides.items()
+                     if name not in MAY_DIFFER_BETWEEN_SEEDS]
             authored["command"] = "python train_gpt.py " + shlex.join(given)
         write_record(folder, authored)
     except BaseException:
@@ -113,7 +117,8 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--again", type=Path, metavar="FOLDER", help="rewrite its submission.json, texts and curve.png")
+    parser.add_argument("--again", type=Path, metavar="FOLDER",
+                        help="rewrite its submission.json, texts and curve.png")
     parser.add_argument("runs", nargs="*", metavar="RUN_ID", help="finished runs that differ only in SEED")
     options = parser.parse_args()
     if not options.again and not (options.track and options.name and options.runs):

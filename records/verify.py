@@ -1,11 +1,11 @@
 """Check record folders: recompute every number from the logs and apply the rules of the track.
 
     python records/verify.py                     all folders
-    python records/verify.py FOLDER --rerun      also score the artifacts again (--artifacts DIR has large ones)
+    python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
 
 The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged
 completely and consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code:
-read it first.
+read it first. --artifacts DIR names the folder of artifacts that are too large for git.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from common import (ABSOLUTE_PATH, FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, 
                     require_packages, score, table)
 
 # ---- What a script may not do ------------------------------------------------------------------------
-# A script is one readable file whose text shows its behaviour. These lists catch mistakes and simple tricks; they
-# are not a sandbox. A person reads the diff to the base before a record is accepted.
+# A script is one readable file whose text shows its behaviour. These lists catch mistakes and simple tricks;
+# they are not a sandbox. A person reads script.diff before a record is accepted.
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # older scripts had wandb
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
-FORBIDDEN_MODULES = {"builtins", "cffi", "code", "ctypes", "imp", "importlib", "marshal", "pickle", "pkgutil", "runpy",
-                     "socket", "urllib", "http"}
+FORBIDDEN_MODULES = {"builtins", "cffi", "code", "ctypes", "imp", "importlib", "marshal", "pickle", "pkgutil",
+                     "runpy", "socket", "urllib", "http"}
 FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
-                        "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork", "os.exec",
-                        "os.spawn", "os.posix_spawn")
+                        "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
+                        "os.exec", "os.spawn", "os.posix_spawn")
 KEEP_THEIR_NAMES = {"os", "subprocess", "torch"}  # "import os as x" would hide the names above
 PROGRAM = re.compile(r"subprocess\.\w+\(\[?'(nvidia-smi|scontrol)( [\w -]*)?'[,)\]]")  # that a script may start
 # The script of the first records asks for nvidia-smi in a way that PROGRAM does not match. It was read.
@@ -65,8 +65,8 @@ COMPARED_LINES = ("val_loader:", "world_size:", "seed:", "config:", "step:", "Co
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters")
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
-AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base", "hardware",
-            "command")
+AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base",
+            "hardware", "command")
 
 
 # ---- Logs --------------------------------------------------------------------------------------------
@@ -84,12 +84,12 @@ def expected_lines(events: list[dict]) -> list[str]:
         if event["event"] in ("train", "val"):
             kind = event["event"]
             bpb = f" val_bpb:{event['val_bpb']:.4f}" if kind == "val" else ""
-            lines.append(f"step:{event['step']}/{config['ITERATIONS']} {kind}_loss:{event[kind + '_loss']:.4f}{bpb} "
-                         f"train_time:{event['train_time_ms']:.0f}ms")
-    loss, bpb = final["val_loss"], final["val_bpb"]
+            lines.append(f"step:{event['step']}/{config['ITERATIONS']} {kind}_loss:{event[kind + '_loss']:.4f}"
+                         f"{bpb} train_time:{event['train_time_ms']:.0f}ms")
+    loss, bpb, eval_ms = final["val_loss"], final["val_bpb"], final["eval_time_ms"]
     return [*lines, f"Code size: {export['code_bytes']} bytes",
             f"Serialized model int8+zlib: {export['artifact_bytes']} bytes",
-            f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{final['eval_time_ms']:.0f}ms",
+            f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{eval_ms:.0f}ms",
             f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}"]
 
 
@@ -99,8 +99,9 @@ def check_text_log(name: str, events: list[dict], lines: list[str], findings: Fi
              if line.startswith(COMPARED_LINES)]
     for line, wanted in zip_longest(shown, expected_lines(events), fillvalue="nothing"):
         at = max(0, len(os.path.commonprefix((line, wanted))) - 60)
-        if not findings.check(f"{line} ".startswith(f"{wanted} "), f"{name}: the .log has {line[at:at + 100]!r} where "
-                              f"the .jsonl gives {wanted[at:at + 100]!r}"):
+        if not findings.check(f"{line} ".startswith(f"{wanted} "),
+                              f"{name}: the .log has {line[at:at + 100]!r} where the .jsonl gives "
+                              f"{wanted[at:at + 100]!r}"):
             return
 
 
@@ -135,8 +136,8 @@ def check_clock(name: str, events: list[dict], findings: Findings) -> None:
         if before["event"] == after["event"] == "train":
             wall = 1000 * (after["elapsed_s"] - before["elapsed_s"])
             ms = after["train_time_ms"] - before["train_time_ms"]
-            findings.check(abs(wall - ms) <= CLOCK_SHARE * wall + CLOCK_MS, f"{name}: step {after['step']}: {ms:.0f} ms "
-                           f"of training, but {wall:.0f} ms of the wall clock")
+            findings.check(abs(wall - ms) <= CLOCK_SHARE * wall + CLOCK_MS, f"{name}: step {after['step']}: "
+                           f"{ms:.0f} ms of training, but {wall:.0f} ms of the wall clock")
     # Older scripts wrote checkpoints in a thread, whose events are late.
     wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]
     findings.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
@@ -144,55 +145,59 @@ def check_clock(name: str, events: list[dict], findings: Findings) -> None:
                    f"{name}: the last validation is earlier than the last step")
     seconds = last["final"]["eval_time_ms"] / 1000
     room = last["final"]["elapsed_s"] - last["export"]["elapsed_s"]
-    findings.check(0.5 * room - EVALUATION_SECONDS <= seconds <= room + 0.5 and seconds >= 0, f"{name}: {seconds:.1f} s "
-                   f"of evaluation, but {room:.1f} s of the wall clock between export and score")
+    findings.check(0.5 * room - EVALUATION_SECONDS <= seconds <= room + 0.5 and seconds >= 0,
+                   f"{name}: {seconds:.1f} s of evaluation, but {room:.1f} s of the wall clock between export "
+                   "and score")
 
 
 def check_scores(name: str, events: list[dict], findings: Findings) -> None:
-    """Bits per byte must follow from loss, tokens and bytes; the artifact cannot score better than its own weights."""
+    """Bits per byte must follow from loss, tokens and bytes; the artifact cannot beat its own weights."""
     start = events[0]
     last = {event["event"]: event for event in events}
     for event in events:
         if event["event"] in ("val", "final"):
             bits = event["val_loss"] * start["val_tokens"] / math.log(2) / start["val_bytes"]
-            findings.check(is_close(event["val_bpb"], bits, ROUNDING), f"{name}: {event['event']} of step {event['step']}: "
-                           f"val_bpb {event['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
+            findings.check(is_close(event["val_bpb"], bits, ROUNDING), f"{name}: {event['event']} of step "
+                           f"{event['step']}: val_bpb {event['val_bpb']} is not val_loss * tokens / "
+                           f"(ln 2 * bytes) = {bits}")
     findings.check(last["final"]["step"] == last["val"]["step"] == last["export"]["step"],
                    f"{name}: the last validation, the export and the final score are of different steps")
     gain = last["val"]["val_loss"] - last["final"]["val_loss"]
-    findings.check(gain <= BETTER_BY_EXPORT, f"{name}: the artifact scores {gain:.4f} nats better than the weights that it "
-                   f"was made from, more than {BETTER_BY_EXPORT}")
+    findings.check(gain <= BETTER_BY_EXPORT, f"{name}: the artifact scores {gain:.4f} nats better than the "
+                   f"weights that it was made from, more than {BETTER_BY_EXPORT}")
 
 
 def check_resumed(folder: Path, name: str, events: list[dict], findings: Findings) -> bool:
-    """Return whether the run was resumed. Its older logs, of this script and these settings, must cover all earlier steps."""
+    """Return whether the run was resumed. Its older logs, of this script and these settings, must cover all
+    earlier steps."""
     resumed = next((event for event in events if event["event"] == "resume"), None)
     first = next((event["step"] for event in events if event["event"] == "train"), 1)
     if resumed is None and first == 1:
         return False
-    source = (folder / "train_gpt.py").read_text(encoding="utf-8")
+    beginning = (folder / "train_gpt.py").read_text(encoding="utf-8") + "\n" + RULE
     settings = {key: value for key, value in events[0]["config"].items() if key not in MAY_DIFFER_BETWEEN_SEEDS}
     covered = set()
     for path in folder.glob(f"{name}.*.jsonl"):
         older = read_events(path)
         text = path.with_suffix(".log")
         same_settings = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
-        if same_settings and text.is_file() and text.read_text(encoding="utf-8").startswith(source + "\n" + RULE):
+        if same_settings and text.is_file() and text.read_text(encoding="utf-8").startswith(beginning):
             begin = next((event["step"] for event in older if event["event"] == "resume"), 0)
             covered |= set(range(begin, max(event.get("step", 0) for event in older) + 1))
     end = resumed["step"] if resumed else first
     missing = next((step for step in range(end + 1) if step not in covered), None)
-    findings.check(missing is None, f"{name}: the run was resumed at step {end}, but there is no older log of this script "
-                   f"and these settings that has step {missing}")
+    findings.check(missing is None, f"{name}: the run was resumed at step {end}, but there is no older log of "
+                   f"this script and these settings that has step {missing}")
     return True
 
 
 def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict | None:
-    """Return the numbers of one seed from its two logs, train_seedN.log and .jsonl; None if they cannot be read."""
+    """Return the numbers of one seed from its two logs, train_seedN.log and .jsonl; None if that fails."""
     name = path.stem
     try:
         parts = path.read_text(encoding="utf-8").split("\n" + RULE + "\n", 2)
-        if not findings.check(len(parts) == 3, f"{name}.log: two rules of = must divide source, machine and lines"):
+        if not findings.check(len(parts) == 3,
+                              f"{name}.log: two rules of = must divide source, machine and lines"):
             return None
         versions, lines = parts[1], parts[2].splitlines()
         events = read_events(path.with_suffix(".jsonl"))
@@ -208,7 +213,8 @@ def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict
         return None
     code = source.encode("utf-8")
     findings.check(parts[0] == source, f"{name}.log: the source in it is not the folder's train_gpt.py")
-    findings.check(f"\nRunning PyTorch {seed['torch']}\n" in versions, f"{name}: .log and .jsonl disagree on PyTorch")
+    findings.check(f"\nRunning PyTorch {seed['torch']}\n" in versions,
+                   f"{name}: .log and .jsonl disagree on PyTorch")
     findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
     findings.check((seed["code_bytes"], seed["code_sha256"]) == (len(code), sha256(code).hexdigest()),
                    f"{name}: code_bytes and code_sha256 are not train_gpt.py's")
@@ -216,7 +222,7 @@ def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict
 
 
 def summarize(events: list[dict], versions: str, lines: list[str]) -> dict:
-    """Return the numbers of a seed that rules and claims are about. Raises LookupError if an event is missing."""
+    """Return a seed's numbers that rules and claims are about. Raises LookupError if an event is missing."""
     last = {event["event"]: event for event in events}
     val = last["val"]
     seed = {"data_sha256": {}, **last["config"], **last["export"], **last["final"]}
@@ -226,22 +232,24 @@ def summarize(events: list[dict], versions: str, lines: list[str]) -> dict:
     return {
         **seed, "seed": settings["SEED"], "settings": settings, "overrides": overrides, "machine": versions,
         "losses": [event["train_loss"] for event in events if event["event"] == "train"],
-        "val_bpb_before_export": val["val_bpb"], "steps": seed["step"], "train_seconds": val["train_time_ms"] / 1000,
-        "eval_seconds": seed["eval_time_ms"] / 1000, "wall_seconds": seed["elapsed_s"],
-        "bytes_total": seed["artifact_bytes"] + seed["code_bytes"], "python": python[1] if python else "",
+        "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
+        "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": seed["eval_time_ms"] / 1000,
+        "wall_seconds": seed["elapsed_s"], "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
+        "python": python[1] if python else "",
         "unique_tokens": last["data"]["unique_tokens"] if "data" in last else 0,
         "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1])}
 
 
 def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
-    """Return the seeds of a record folder, each as summarize gives it, with "resumed", the division's "table" for its
-    tokenizer, and "val_bpb_original", bits per byte of the original text (None where that is not known)."""
+    """Return the seeds of a record folder, each as summarize gives it, with "resumed", the division's "table"
+    for its tokenizer, and "val_bpb_original", bits per byte of the original text (None if not known)."""
     script = folder / "train_gpt.py"
     if not findings.check(script.is_file(), "train_gpt.py is missing"):
         return []
     source = script.read_text(encoding="utf-8")
     findings += check_script(source)
-    logs = sorted(path for path in folder.glob("train_seed*.log") if re.fullmatch(r"train_seed-?\d+", path.stem))
+    logs = sorted(path for path in folder.glob("train_seed*.log")
+                  if re.fullmatch(r"train_seed-?\d+", path.stem))
     findings.check(logs, "there is no train_seedN.log")
     seeds = [read_seed(folder, path, source, findings) for path in logs]
     seeds = [seed for seed in seeds if seed]
@@ -260,7 +268,8 @@ def check_differences(seeds: list[dict], findings: Findings) -> None:
     losses = {str(seed["losses"]) for seed in seeds}
     artifacts = {seed["artifact_sha256"] for seed in seeds}
     findings.check(len(set(numbers)) == len(seeds), f"seeds are not different: {numbers}")
-    findings.check(len(losses) == len(artifacts) == len(seeds), "two seeds have the same training losses or artifact")
+    findings.check(len(losses) == len(artifacts) == len(seeds),
+                   "two seeds have the same training losses or artifact")
     for seed in seeds[1:]:
         names = [name for name, value in seeds[0]["settings"].items()
                  if name not in MAY_DIFFER_BETWEEN_SEEDS and seed["settings"].get(name) != value]
@@ -273,7 +282,7 @@ def check_differences(seeds: list[dict], findings: Findings) -> None:
 
 @lru_cache  # many records have the same script
 def check_script(source: str) -> tuple[str, ...]:
-    """Return what is wrong with a script that must be one readable file: its length, imports, what it could hide."""
+    """Return what is wrong with a script that must be one readable file: length, imports, what it can hide."""
     if sha256(source.encode("utf-8")).hexdigest() in ACCEPTED_SCRIPTS:
         return ()
     lines = len(source.splitlines())
@@ -313,7 +322,7 @@ def check_script(source: str) -> tuple[str, ...]:
 
 
 def script_difference(folder: Path, base: str) -> str:
-    """Return the unified diff from the base's train_gpt.py to the folder's; "" without a base, or if they are equal."""
+    """Return the unified diff from the base's train_gpt.py to the folder's; "" if there is none."""
     if not base:
         return ""
     scripts = (folder.parent.parent / base / "train_gpt.py", folder / "train_gpt.py")
@@ -325,8 +334,8 @@ def script_difference(folder: Path, base: str) -> str:
 
 
 def find_table(scored: dict[str, dict], seed: dict) -> dict:
-    """Return the division's table, one for each tokenizer, that has the seed's counts of validation tokens and bytes;
-    {} if none has."""
+    """Return the division's table, one for each tokenizer, that has the seed's counts of validation tokens and
+    bytes; {} if none has."""
     def fits(value: int, wanted) -> bool:
         return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
 
@@ -342,18 +351,20 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
     least = track.get("min_seeds", 1)
     findings.check(count >= least, f"the track asks for {least} seeds; there are {count}")
     divisions = track.get("divisions", {})
-    findings.check(not divisions or division in divisions, f"division {division!r} must be one of {', '.join(divisions)}")
+    findings.check(not divisions or division in divisions,
+                   f"division {division!r} must be one of {', '.join(divisions)}")
     rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~"))]
     findings.check(not rooted, f"{', '.join(rooted)} must be relative to the repository")
     for key, values in track.get("settings", {}).items():
         findings.check(settings.get(key) in values, f"{key}={settings.get(key)!r} is not one of {values}")
     if limit := track.get("max_train_seconds"):
         cap = settings["MAX_WALLCLOCK_SECONDS"]
-        findings.check(0 < cap <= limit, f"MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and at most {limit:g}")
+        findings.check(0 < cap <= limit,
+                       f"MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and at most {limit:g}")
 
 
 def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings) -> None:
-    """Apply the limits of the track, its settings and the data of the division. Every rule of track.json is here."""
+    """Apply every rule of track.json: the limits of the track, its settings and the data of the division."""
     request = Findings()
     for seed in seeds:
         name = f"seed {seed['seed']}"
@@ -364,9 +375,10 @@ def check_rules(track: dict, division: str, seeds: list[dict], findings: Finding
         for rule, amount in amounts.items():
             limit = track.get(rule, math.inf)
             reasons.check(amount <= limit, f"{rule.removeprefix('max_')} is {amount:g}, more than {limit:g}")
-        slack = seed["train_seconds"] / max(1, seed["steps"]) + LAST_MS / 1000
-        reasons.check(seed["train_seconds"] <= track.get("max_train_seconds", math.inf) + slack,
-                      f"{seed['train_seconds']:.1f} s of training pass the cap by more than the last step, {slack:.1f} s")
+        seconds = seed["train_seconds"]
+        slack = seconds / max(1, seed["steps"]) + LAST_MS / 1000
+        reasons.check(seconds <= track.get("max_train_seconds", math.inf) + slack,
+                      f"{seconds:.1f} s of training pass the cap by more than the last step, {slack:.1f} s")
         machine = track.get("machine", "")
         reasons.check(machine in seed["machine"], f"nvidia-smi's output has no {machine}")
         if track.get("divisions"):
@@ -376,24 +388,27 @@ def check_rules(track: dict, division: str, seeds: list[dict], findings: Finding
 
 
 def check_division(seed: dict, division: str, findings: Findings) -> None:
-    """The run must have scored the division's validation split, and trained on its training split where it is pinned."""
-    findings.check(seed["table"], f"{seed['val_tokens']} validation tokens of {seed['val_bytes']} bytes are not those of "
-                   f"the division {division!r} for TRAIN_SEQ_LEN={seed['settings']['TRAIN_SEQ_LEN']}")
+    """The run must have scored the division's validation split, and trained on its training split if pinned."""
+    findings.check(seed["table"], f"{seed['val_tokens']} validation tokens of {seed['val_bytes']} bytes are "
+                   f"not those of the division {division!r} for "
+                   f"TRAIN_SEQ_LEN={seed['settings']['TRAIN_SEQ_LEN']}")
     for split in ("train", "val"):
         pinned = seed["table"].get(f"{split}_shards_sha256")
         logged = [digest for file, digest in seed["data_sha256"].items() if f"_{split}_" in file]
         if pinned and (seed["data_sha256"] or "train_shards_sha256" in seed["table"]):
-            findings.check(logged == pinned, f"the {split} shards that the log names are not those of the division")
+            findings.check(logged == pinned,
+                           f"the {split} shards that the log names are not those of the division")
 
 
 def other_seeds(folder: Path, other: str, division: str, findings: Findings) -> list[dict]:
-    """Return the seeds of another record of the same track and division, which must itself be valid; [] for ""."""
+    """Return the seeds of another record of the same track and division, which must be valid; [] for ""."""
     if not other:
         return []
     place = folder.parent.parent / other
-    is_record = re.fullmatch(rf"{re.escape(folder.parent.name)}/{FOLDER_NAME.pattern}", other) and place != folder
-    if not findings.check(is_record and (place / "submission.json").is_file(), f"{other!r} is not another record of "
-                          f"this track (example: {folder.parent.name}/2026-01-31_Name)"):
+    track = folder.parent.name
+    is_other = re.fullmatch(rf"{re.escape(track)}/{FOLDER_NAME.pattern}", other) and place != folder
+    if not findings.check(is_other and (place / "submission.json").is_file(),
+                          f"{other!r} is not another record of this track (example: {track}/2026-01-31_Name)"):
         return []
     theirs = load_json(place / "submission.json")["division"]
     findings.check(theirs == division, f"{other} is of the division {theirs!r}")
@@ -428,7 +443,8 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in per_seed} for seed in seeds},
-        "settings": first["overrides"], "changes": changes(base, first), "significance": compare_scores(track, seeds, base),
+        "settings": first["overrides"], "changes": changes(base, first),
+        "significance": compare_scores(track, seeds, base),
         "incumbent": incumbent, "against_incumbent": against,
         "is_best": not incumbent or (against is not None and against["p"] < track.get("p", 0.01)),
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
@@ -451,12 +467,14 @@ def leaves(value: object, place: str) -> dict[str, object]:
     """Return the texts and numbers of nested claims by their places."""
     if not isinstance(value, dict) or not value:
         return {place: value}
-    return {where: leaf for key, item in value.items() for where, leaf in leaves(item, f"{place}: {key}").items()}
+    return {where: leaf for key, item in value.items()
+            for where, leaf in leaves(item, f"{place}: {key}").items()}
 
 
 def compare_claims(submission: dict, computed: dict, findings: Findings) -> None:
     """Everything in submission.json that its author did not write must be what the logs give."""
-    claimed = leaves({key: value for key, value in submission.items() if key not in AUTHORED}, "submission.json")
+    claims = {key: value for key, value in submission.items() if key not in AUTHORED}
+    claimed = leaves(claims, "submission.json")
     wanted = leaves(computed, "submission.json")
     for place in sorted(claimed.keys() | wanted.keys()):
         claim, number = claimed.get(place, "nothing"), wanted.get(place, "nothing")
@@ -467,8 +485,9 @@ def compare_claims(submission: dict, computed: dict, findings: Findings) -> None
 
 def describe_test(test: dict) -> str:
     """Return a difference and its test in words."""
-    return (f"{test['difference']:+.5f} bits per byte; one-sided Welch t-test of {test['n'][0]} against {test['n'][1]} "
-            f"seeds for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+    ours, theirs = test["n"]
+    return (f"{test['difference']:+.5f} bits per byte; one-sided Welch t-test of {ours} against {theirs} seeds "
+            f"for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
 
 
 def count_seeds(seeds) -> str:
@@ -482,28 +501,32 @@ def render(claims: dict) -> str:
     original = claims["val_bpb_original"]
     lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", ""]
     text = (f"Mean of {count_seeds(results)}, sample deviation {claims['val_bpb_std']:.4f} bits per byte; "
-            f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of the artifact as "
-            f"read back from its file. At most {claims['bytes_total']:,} bytes, {claims['bytes_code']:,} of them code; "
-            f"{claims['parameters']:,} parameters.")
+            f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of "
+            f"the artifact as read back from its file. At most {claims['bytes_total']:,} bytes, "
+            f"{claims['bytes_code']:,} of them code; {claims['parameters']:,} parameters.")
     if original not in (None, claims["val_bpb"]):
-        text += (f" The tokenizer changes the text: {claims['val_bpb']:.4f} bits per byte of the text as tokenized, which "
-                 f"is the published convention, and {original:.4f} per byte of the original text.")
+        text += (f" The tokenizer changes the text: {claims['val_bpb']:.4f} bits per byte of the text as "
+                 f"tokenized, which is the published convention, and {original:.4f} per byte of the original "
+                 "text.")
     rows = [[seed, f"{r['val_bpb']:.5f}", f"{r['val_bpb_before_export']:.5f}", f"{r['val_loss']:.5f}",
-             f"{r['steps']:,}", f"{r['train_seconds']:.1f}", f"{r['eval_seconds']:.1f}", f"{r['wall_seconds']:.1f}",
-             f"{r['artifact_bytes']:,}", f"{r['bytes_total']:,}"] for seed, r in results.items()]
+             f"{r['steps']:,}", f"{r['train_seconds']:.1f}", f"{r['eval_seconds']:.1f}",
+             f"{r['wall_seconds']:.1f}", f"{r['artifact_bytes']:,}", f"{r['bytes_total']:,}"]
+            for seed, r in results.items()]
     lines += [text, "", claims["blurb"], "",
-              *table("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | total, s | "
-                     "artifact, bytes | with code |", rows)]
+              *table("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | "
+                     "total, s | artifact, bytes | with code |", rows)]
     resumed = [str(seed) for seed, r in results.items() if r["resumed"]]
     lines += ["", f"Resumed: {', '.join(resumed)}."] if resumed else []
-    lines += ["", "![curves of the seeds](curve.png)", "", "## The best before it", claims["incumbent"] or "None."]
+    lines += ["", "![curves of the seeds](curve.png)", ""]
+    lines += ["## The best before it", claims["incumbent"] or "None."]
     lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []
     lines += ["", "This is a new best." if claims["is_best"] else "This is not a new best."]
     lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
     is_repeated = claims["base"] == claims["incumbent"]
     lines += [describe_test(claims["significance"]), ""] if claims["significance"] and not is_repeated else [""]
     if claims["base"]:
-        lines += table("| | base | this record |", [[name, *values] for name, values in claims["changes"].items()])
+        rows = [[name, *values] for name, values in claims["changes"].items()]
+        lines += table("| | base | this record |", rows)
         is_changed = "train_gpt.py" in claims["changes"]
         lines += ["", f"`train_gpt.py`: {'changed, see `script.diff`' if is_changed else 'unchanged'}."]
     else:
@@ -511,8 +534,9 @@ def render(claims: dict) -> str:
     environment = claims["environment"]
     processes = f"{environment['world_size']} process{'es' if environment['world_size'] > 1 else ''}"
     lines += ["", "## Command", "", f"    {claims['command']}", "", "## Environment",
-              f"{claims['hardware']}; {processes}, {environment['threads']} threads each; Python {environment['python']}, "
-              f"PyTorch {environment['torch']}. Division: {claims['division'] or 'none'}."]
+              f"{claims['hardware']}; {processes}, {environment['threads']} threads each; "
+              f"Python {environment['python']}, PyTorch {environment['torch']}. "
+              f"Division: {claims['division'] or 'none'}."]
     return "\n".join(lines) + "\n" + NOTES
 
 
@@ -520,10 +544,11 @@ def render(claims: dict) -> str:
 
 
 def check_files(folder: Path, seeds: list[dict], findings: Findings) -> None:
-    """The folder must have its files and no others; artifacts must be those of the logs, and small ones must be there."""
+    """The folder must have its files and no others; artifacts, needed if small, must be those of the logs."""
     for path in sorted(folder.iterdir()):
         known = path.name in OTHER_FILES or SEED_FILE.fullmatch(path.name)
-        findings.check(known and path.is_file() and not path.is_symlink(), f"{path.name} does not belong in a record")
+        findings.check(known and path.is_file() and not path.is_symlink(),
+                       f"{path.name} does not belong in a record")
     for name in ("README.md", "curve.png"):
         findings.check((folder / name).is_file(), f"{name} is missing")
     for seed in seeds:
@@ -534,8 +559,8 @@ def check_files(folder: Path, seeds: list[dict], findings: Findings) -> None:
 
 def check_artifact(path: Path, seed: dict, findings: Findings) -> bool:
     """Return whether the file is there and is the artifact of the log."""
-    if not findings.check(path.is_file(), f"{path.name} is missing: artifacts under 2 MB belong in the folder, and "
-                          "--artifacts DIR names the folder of larger ones"):
+    if not findings.check(path.is_file(), f"{path.name} is missing: artifacts under 2 MB belong in the folder, "
+                          "and --artifacts DIR names the folder of larger ones"):
         return False
     digest = sha256(path.read_bytes()).hexdigest()
     found = (path.stat().st_size, digest)
@@ -547,8 +572,9 @@ def check_paths(folder: Path, findings: Findings) -> None:
     """Nothing that people read, and no setting, may have an absolute path."""
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jsonl", ".md", ".log"):
-            text = path.read_text(encoding="utf-8").rsplit("\n" + RULE + "\n", 1)[-1]  # after the source and the machine
-            lines = [line for line in text.splitlines() if not line.startswith("warning:")]
+            text = path.read_text(encoding="utf-8")
+            below = text.rsplit("\n" + RULE + "\n", 1)[-1]  # the source and the machine are above the rules
+            lines = [line for line in below.splitlines() if not line.startswith("warning:")]
             hits = sorted({match[1] for line in lines for match in ABSOLUTE_PATH.finditer(line)})
             findings.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
 
@@ -557,27 +583,27 @@ def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
     """README.md and script.diff must be what submission.json and the scripts give."""
     stored = folder / "script.diff"
     text = stored.read_text(encoding="utf-8") if stored.is_file() else ""
-    findings.check(text == script_difference(folder, submission["base"]), "script.diff is not the difference between "
-                   "the base's train_gpt.py and this one; records/submit.py --again rewrites it")
+    findings.check(text == script_difference(folder, submission["base"]), "script.diff is not the difference "
+                   "between the base's train_gpt.py and this one; records/submit.py --again rewrites it")
     text = (folder / "README.md").read_text(encoding="utf-8")
-    findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow from "
-                   "submission.json; records/submit.py --again rewrites it")
+    findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
+                   "from submission.json; records/submit.py --again rewrites it")
 
 
 # ---- Scoring again ---------------------------------------------------------------------------------------
 
 
 def check_data(seed: dict, findings: Findings) -> None:
-    """The shards and the tokenizer on this disk must be those that the division pins. The digests in a log come from
-    manifest.json, which can say anything, so the files themselves are hashed."""
+    """The shards and the tokenizer on this disk must be those that the division pins. The digests in a log come
+    from manifest.json, which can say anything, so the files themselves are hashed."""
     settings = seed["settings"]
     data_path = ROOT / settings["DATA_PATH"]
     for split in ("train", "val"):
         if pinned := seed["table"].get(f"{split}_shards_sha256"):
             paths = sorted(data_path.glob(f"*_{split}_[0-9]*.bin"))
             found = [sha256(path.read_bytes()).hexdigest() for path in paths]
-            findings.check(found == pinned, f"DATA_PATH={settings['DATA_PATH']}: the {split} shards on this disk are "
-                           "not the division's")
+            findings.check(found == pinned, f"DATA_PATH={settings['DATA_PATH']}: the {split} shards on this "
+                           "disk are not the division's")
     tokenizer = ROOT / settings["TOKENIZER_PATH"]
     if pinned := seed["table"].get("tokenizer_sha256"):
         found = sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
@@ -586,14 +612,14 @@ def check_data(seed: dict, findings: Findings) -> None:
 
 
 def scored_data(start: dict) -> tuple:
-    """Return the validation tokens and bytes that a "config" event or a seed names, and the digests of the shards."""
+    """Return a "config" event's or a seed's validation tokens and bytes, and the digests of the shards."""
     digests = {file: digest for file, digest in start.get("data_sha256", {}).items() if "_val_" in file}
     return start["val_tokens"], start["val_bytes"], digests
 
 
 def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
-    """Score an artifact in a new process with the folder's train_gpt.py and the log's settings; return a line about
-    it."""
+    """Score an artifact in a new process with the folder's train_gpt.py and the log's settings; return a line
+    about it."""
     number = seed["seed"]
     artifact = artifacts / f"artifact_seed{number}.int8.ptz"
     if not check_artifact(artifact, seed, findings):
@@ -612,18 +638,21 @@ def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, str((folder / "train_gpt.py").resolve())]
         command += [f"{key}={text}" for key, text in settings.items()]
-        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True,
+                                check=False)
         log = Path(place, "logs", f"{name}.jsonl")
         events = read_events(log) if log.is_file() else []
     scored = next((event for event in events if event["event"] == "val"), None)
-    if not findings.check(scored is not None, f"seed {number}: scoring failed: {(result.stderr or result.stdout)[-300:]}"):
+    output = result.stderr or result.stdout
+    if not findings.check(scored is not None, f"seed {number}: scoring failed: {output[-300:]}"):
         return f"seed {number}: not scored"
     findings.check(scored_data(events[0]) == scored_data(seed),
                    f"seed {number}: DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
     difference = scored["val_bpb"] - seed["val_bpb"]
     findings.check(abs(difference) <= RERUN_BPB,
                    f"seed {number}: the artifact scores {scored['val_bpb']:.8f}, not {seed['val_bpb']:.8f}")
-    return f"seed {number}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, {difference:+.1e}"
+    return (f"seed {number}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, "
+            f"{difference:+.1e}")
 
 
 # ---- Records and ladders ---------------------------------------------------------------------------------
@@ -649,11 +678,13 @@ def read_submission(folder: Path, findings: Findings) -> dict:
     return submission
 
 
-def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
+def verify_record(folder: Path, again: bool = False,
+                  artifacts: Path | None = None) -> tuple[Findings, list[str]]:
     """Return the findings and lines to print about one record folder. `again` scores its artifacts."""
     findings = Findings()
     track = load_track(folder)
-    findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
+    findings.check(FOLDER_NAME.fullmatch(folder.name),
+                   f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
     submission = read_submission(folder, findings)
     seeds = read_folder(folder, submission.get("division", ""), findings) if not findings else []
     if findings:
@@ -665,8 +696,8 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
     check_paths(folder, findings)
     if not findings:
         check_texts(folder, submission, findings)
-    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {count_seeds(seeds)}, at most "
-             f"{computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
+    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {count_seeds(seeds)}, at "
+             f"most {computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again:
@@ -676,7 +707,7 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
 
 
 def verify_ladder(folder: Path) -> tuple[Findings, list[str]]:
-    """Return the findings about a ladder: its logs must have run what the rungs set, and its README.md must follow."""
+    """Return the findings about a ladder: its logs must be of its rungs, and its README.md must follow."""
     findings = Findings(ladder.check_rungs(folder))
     findings.check((folder / "README.md").read_text(encoding="utf-8") == ladder.report(folder),
                    "README.md does not follow from the logs; records/ladder.py --report FOLDER prints it")
@@ -702,8 +733,10 @@ def report(folder: Path, again: bool = False, artifacts: Path | None = None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
-    parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
-    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="folder of artifacts that are too large for git")
+    parser.add_argument("--rerun", action="store_true",
+                        help="hash the data and score the artifacts again; runs the folder's train_gpt.py")
+    parser.add_argument("--artifacts", type=Path, metavar="DIR",
+                        help="folder of artifacts that are too large for git")
     options = parser.parse_args()
     require_packages()
     folders = options.folders or record_folders(ROOT / "records")

@@ -10,8 +10,8 @@ import bench
 import pytest
 from conftest import REPOSITORY
 
-TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 COMPILE=0 "
-        "DEVICE=cpu")
+TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 "
+        "COMPILE=0 DEVICE=cpu")
 
 
 def train(step, ms):
@@ -22,14 +22,17 @@ def test_quantities_are_computed_from_console_and_events():
     """By hand: 3 steps of 1,000 tokens in 1.5 s; 5,000 tokens scored in 2 s; an export of 12 - 9.5 - 2 s."""
     settings = {"TRAIN_BATCH_TOKENS": 1000, "ITERATIONS": 4, "DEVICE": "cpu"}
     events = [{"event": "config", "config": settings}, train(1, 700), train(2, 1200),
-              {"event": "val", "step": 0, "train_time_ms": 0}, {"event": "val", "step": 4, "train_time_ms": 2200},
+              {"event": "val", "step": 0, "train_time_ms": 0},
+              {"event": "val", "step": 4, "train_time_ms": 2200},
               {"event": "export", "artifact_bytes": 99}, {"event": "final", "eval_time_ms": 2000}]
     lines = [(1.0, "logs/bench.txt"), (1.1, "train_loader:dataset:data train_shards:1 tokens:7000"),
-             (1.1, "val_loader:shards pattern=../data/*_val_*.bin tokens:5000"), (4.7, "step:1/4 train_loss:6.9"),
+             (1.1, "val_loader:shards pattern=../data/*_val_*.bin tokens:5000"),
+             (4.7, "step:1/4 train_loss:6.9"),
              (9.5, "peak memory allocated: 12 MiB reserved: 20 MiB"),
              (12.0, "final_int8_zlib_roundtrip val_loss:6.9 val_bpb:4.1 eval_time:2000ms"),
              (12.0, "final_int8_zlib_roundtrip_exact val_loss:6.9 val_bpb:4.1")]
-    wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0, "artifact_bytes": 99}
+    wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0,
+              "artifact_bytes": 99}
     assert bench.quantities(lines, events, skip=1) == pytest.approx(wanted)
     settings["DEVICE"] = "cuda"
     assert bench.quantities(lines, events, skip=2) == pytest.approx({**wanted, "peak_mib": 12})
@@ -38,7 +41,8 @@ def test_quantities_are_computed_from_console_and_events():
 
 
 def test_a_table_has_medians_and_ranges():
-    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]), ("new", [{"export_s": 1.2}])]
+    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]),
+             ("new", [{"export_s": 1.2}])]
     assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
 | cpu-small | old | new | ratio |
 |---|---|---|---|
@@ -85,8 +89,8 @@ def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 def test_two_commits_are_compared_and_phases_are_timed():
-    command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD", "--phases",
-               "--rounds", "1", "--steps", "2", *TINY.split()]
+    command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD",
+               "--phases", "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,8 @@ def root(tmp_path_factory):
     for name, changes in (("Control", {}), ("Slow", {"MATRIX_LR": "0.001", "TIED_EMBED_LR": "0.001"})):
         for seed in ("1", "2", "3"):
             run_id = f"{name}_seed{seed}"
-            run_here(patch, root, *tiny_arguments("tiny", SEED=seed, RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **CAP, **changes))
+            settings = {"SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", **CAP, **changes}
+            run_here(patch, root, *tiny_arguments("tiny", **settings))
         given = ["records/run.py", "--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
                  "--blurb", "What is new.", "--hardware", "a laptop", "--seeds", "1,2,3",
                  *tiny_arguments("tiny", **CAP, **changes)]
@@ -133,8 +134,15 @@ def resumed(folder: Path, step: int = 2) -> None:
     path = folder / "train_seed2.jsonl"
     first, *rest = path.read_text().splitlines()
     clock = json.loads(first)["elapsed_s"]
-    path.write_text("\n".join([first, json.dumps({"event": "resume", "step": step, "train_time_ms": 0.0, "elapsed_s": clock}),
-                               *rest]) + "\n")
+    event = json.dumps({"event": "resume", "step": step, "train_time_ms": 0.0, "elapsed_s": clock})
+    path.write_text("\n".join([first, event, *rest]) + "\n")
+
+
+def two_starts(folder: Path) -> None:
+    """Puts a second start, with other bytes, before that of a seed."""
+    path = folder / "train_seed2.jsonl"
+    first = path.read_text().partition("\n")[0]
+    path.write_text(first.replace('"val_bytes": 2976', '"val_bytes": 5952') + "\n" + path.read_text())
 
 
 def longer_wall_clock(folder: Path) -> None:
@@ -184,7 +192,8 @@ def better_artifact(folder: Path) -> None:
             return e
         loss = e["val_loss"] - 0.02
         bpb = loss * 2976 / 0.6931471805599453 / 2976
-        edit(folder / "train_seed2.log", r"exact val_loss:\S+ val_bpb:\S+", f"exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        edit(folder / "train_seed2.log", r"exact val_loss:\S+ val_bpb:\S+",
+             f"exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         return {**e, "val_loss": loss, "val_bpb": bpb}
     rewrite_events(folder, better)
 
@@ -213,25 +222,28 @@ FORGERIES = {
     "a smaller deviation": (lambda f: claim(f, val_bpb_std=0.0001), "submission.json: val_bpb_std is"),
     "a better seed": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "2": {
         **claims(f)["seed_results"]["2"], "val_bpb": 1.0}}), "seed_results: 2: val_bpb is 1.0, but the logs give"),
-    "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}), r"seed_results: 4 is \{\}, but the logs give"),
+    "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}),
+                                r"seed_results: 4 is \{\}, but the logs give"),
     "fewer bytes": (lambda f: claim(f, bytes_total=1000), "submission.json: bytes_total is 1000"),
-    "two starts": (lambda f: (f / "train_seed2.jsonl").write_text(
-        (f / "train_seed2.jsonl").read_text().partition("\n")[0].replace('"val_bytes": 2976', '"val_bytes": 5952') + "\n"
-        + (f / "train_seed2.jsonl").read_text()), "must have one config event"),
+    "two starts": (two_starts, "must have one config event"),
     "bits as loss": (lambda f: claim(f, val_loss=claims(f)["val_bpb"]), "submission.json: val_loss is"),
     "no blurb": (lambda f: claim(f, blurb=None), "submission.json: blurb is not text"),
     "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
-        key: value for key, value in claims(f).items() if key != "is_best"})), "is_best is 'nothing', but the logs give False"),
-    "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}), "significance: p is 1e-09"),
+        key: value for key, value in claims(f).items() if key != "is_best"})),
+        "is_best is 'nothing', but the logs give False"),
+    "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}),
+                    "significance: p is 1e-09"),
     "another margin": (lambda f: track(f, margin_nats=0.01), "significance: margin is 0.0, but the logs give 0.014"),
-    "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
+    "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}),
+                                   "MATRIX_LR is 0.5"),
     "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
     "another track": (lambda f: claim(f, track="track_open"), "submission.json names track_open/"),
     "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is not another record of this track"),
     "a folder as base": (lambda f: claim(f, base="track_tiny"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
     "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
-    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"), "is not the folder's train_gpt.py"),
+    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"),
+                       "is not the folder's train_gpt.py"),
     "another script in log and folder": (lambda f: [edit(path, "lookup = 0", "lookup = 1") for path in (
         f / "train_gpt.py", *f.glob("*.log"))], "code_bytes and code_sha256 are not train_gpt.py's"),
     "a script that is too long": (longer_script, "lines, not less than 1,500"),
@@ -243,20 +255,29 @@ FORGERIES = {
     "a final score in the .log": (lambda f: edit(f / "train_seed2.log", r"(roundtrip_exact val_loss:\d)\.\d", r"\1.0"),
                                   "the .log has .*roundtrip_exact val_loss"),
     "an infinite loss": (lambda f: change(f, "final", val_loss=float("inf")), "is not val_loss . tokens"),
-    "a score per byte of another text": (lambda f: claim(f, val_bpb_original=0.5), "submission.json: val_bpb_original is 0.5"),
-    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'), "ZeroDivisionError"),
-    "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"), "the .log has 'world_size:8"),
+    "a score per byte of another text": (lambda f: claim(f, val_bpb_original=0.5),
+                                         "submission.json: val_bpb_original is 0.5"),
+    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'),
+                        "ZeroDivisionError"),
+    "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"),
+                             "the .log has 'world_size:8"),
     "a setting that was not set": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": ."2", "argument".,', ""),
                                    "the .log has .*NUM_LAYERS.* where the .jsonl gives"),
-    "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "the .log has .*eval_time:.*gives .*eval_time:-5ms"),
-    "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"), "the .log has 'step:2/4 val_loss:1"),
-    "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5), "the .jsonl gives 'step:4/4 train_loss:0.5000"),
+    "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0),
+                                   "the .log has .*eval_time:.*gives .*eval_time:-5ms"),
+    "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"),
+                                 "the .log has 'step:2/4 val_loss:1"),
+    "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5),
+                                      "the .jsonl gives 'step:4/4 train_loss:0.5000"),
     "twice the bytes of text": (consistent_score, "are not those of the division 'tiny'"),
-    "a larger artifact in the log": (lambda f: change(f, "export", artifact_bytes=100), "the .jsonl gives 'Serialized model int8.zlib: 100 bytes"),
-    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100), "is not the artifact of the log"),
+    "a larger artifact in the log": (lambda f: change(f, "export", artifact_bytes=100),
+                                     "the .jsonl gives 'Serialized model int8.zlib: 100 bytes"),
+    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100),
+                         "is not the artifact of the log"),
     "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong in the folder"),
     "a faster clock": (faster_clock, "tok_per_sec does not follow"),
-    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001), "the wall clock goes backwards"),
+    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001),
+                                         "the wall clock goes backwards"),
     "a training clock that hides time": (longer_wall_clock, "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
     "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
@@ -268,36 +289,47 @@ FORGERIES = {
                                      "the .log has .*NUM_LAYERS.: 2.* where the .jsonl gives .*NUM_LAYERS.: 3"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
     "too long": (longer_training, "900.0 s of training pass the cap by more than the last step"),
-    "too high a cap": (lambda f: track(f, max_train_seconds=599), "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
-    "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"), "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
+    "too high a cap": (lambda f: track(f, max_train_seconds=599),
+                       "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
+    "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"),
+               "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
     "no training steps in the log": (without_training_steps, "the log has no training steps"),
     "sparse training steps": (lambda f: without_training_steps(f, 3), r"training steps .3. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
     "too many threads": (lambda f: track(f, max_threads=0), "threads is .*, more than 0"),
-    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}), "NUM_LAYERS=2 is not one of .9."),
-    "an artifact that is better than its weights": (better_artifact, "nats better than the weights that it was made from"),
+    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}),
+                                         "NUM_LAYERS=2 is not one of .9."),
+    "an artifact that is better than its weights": (better_artifact,
+                                                    "nats better than the weights that it was made from"),
     "a resume without an older log": (lambda f: resumed(f, step=0), "resumed at step 0, but there is no older log"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
     "a second script": (lambda f: (f / "helper.py").write_text("x = 1"), "helper.py does not belong in a record"),
     "a folder in the folder": (lambda f: (f / "data").mkdir(), "data does not belong in a record"),
-    "a best that is not one": (lambda f: claim(f, is_best=True), "submission.json: is_best is True, but the logs give False"),
+    "a best that is not one": (lambda f: claim(f, is_best=True),
+                               "submission.json: is_best is True, but the logs give False"),
     "another incumbent": (lambda f: claim(f, incumbent=""), "submission.json: incumbent is ''"),
-    "a claim that nothing checks": (lambda f: claim(f, world_record=True), "world_record is True, but the logs give 'nothing'"),
+    "a claim that nothing checks": (lambda f: claim(f, world_record=True),
+                                    "world_record is True, but the logs give 'nothing'"),
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
-    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]), "train shards that the log names are not those"),
-    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]), "val shards that the log"),
-    "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"), "script.diff is not the"),
+    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]),
+                              "train shards that the log names are not those"),
+    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]),
+                                "val shards that the log"),
+    "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"),
+                                                   "script.diff is not the"),
     "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
                                     "disagree on PyTorch"),
     "another division": (lambda f: claim(f, division="other"), "division 'other' must be one of tiny"),
     "a resumed run": (resumed, "resumed at step 2, but there is no older log .* step 0"),
-    "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260", "tokenizer_path=/home/me/b"),
+    "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260",
+                                  "tokenizer_path=/home/me/b"),
                                   "absolute paths .'/home/me/b'"),
-    "an absolute path in the settings": (lambda f: [edit(path, '"DATA_PATH": "tiny"', '"DATA_PATH": "/tiny"') for path in
-                                                    f.glob("train_seed*")], "DATA_PATH must be relative to the repository"),
+    "an absolute path in the settings": (lambda f: set_in_logs(f, "DATA_PATH", '"tiny"', '"/tiny"'),
+                                         "DATA_PATH must be relative to the repository"),
     "an absolute path in a claim": (lambda f: claim(f, command="python /home/me/train_gpt.py"), "absolute paths"),
-    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"), "README.md: the part above the notes"),
+    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"),
+                         "README.md: the part above the notes"),
     "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
     "a name without a date": (lambda f: None, "must be DATE_Name"),
 }
@@ -310,11 +342,13 @@ def test_what_the_tools_make_is_accepted(root, capsys):
         assert claims(folder)["is_best"] == folder.name.endswith("Control")
         original = claims(folder)["val_bpb"] / 1.25
         assert claims(folder)["val_bpb_original"] == pytest.approx(original)
-        assert claims(folder)["seed_results"]["2"]["val_bpb_original"] == claims(folder)["seed_results"]["2"]["val_bpb"] / 1.25
+        second = claims(folder)["seed_results"]["2"]
+        assert second["val_bpb_original"] == second["val_bpb"] / 1.25
         text = (folder / "README.md").read_text()
         assert f"and {original:.4f} per byte of the original text." in text
     assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
-    assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3", notes[1])
+    test = r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3"
+    assert re.search(test, notes[1])
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -329,17 +363,23 @@ def test_forgeries_are_refused_with_the_reason(records, name):
 
 @pytest.mark.parametrize("line, reason", [
     ("exec(text)", "exec"), ("eval('1')", "eval"), ("run = eval", "eval"), ("compile('1', '', 'eval')", "compile"),
-    ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"), ("from importlib import util", "importlib"),
+    ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"),
+    ("from importlib import util", "importlib"),
     ("import ctypes", "ctypes"), ("from ctypes import CDLL", "ctypes"), ("torch.hub.load('a', 'b')", "torch.hub"),
-    ("from torch import hub", "torch.hub"), ("import pickle", "pickle"), ("torch.load(path, weights_only=False)", "weights_only"),
-    ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"), ("from torch.utils.cpp_extension import load", "cpp_ext"),
+    ("from torch import hub", "torch.hub"), ("import pickle", "pickle"),
+    ("torch.load(path, weights_only=False)", "weights_only"),
+    ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"),
+    ("from torch.utils.cpp_extension import load", "cpp_ext"),
     ("import subprocess\nsubprocess.run(['curl', 'x'])", "subprocess for more than nvidia-smi and scontrol"),
     ("import subprocess\nprogram = input()\nsubprocess.run(program)", "subprocess for more"),
-    ("import subprocess\nstart = subprocess.run", "subprocess for more"), ("import subprocess as s\ns.run('ls')", "subprocess"),
-    ("from subprocess import run", "subprocess for more"), ("from os import system", "os.system"), ("import os as o", "os as o"),
+    ("import subprocess\nstart = subprocess.run", "subprocess for more"),
+    ("import subprocess as s\ns.run('ls')", "subprocess"),
+    ("from subprocess import run", "subprocess for more"), ("from os import system", "os.system"),
+    ("import os as o", "os as o"),
     ("import subprocess\nsubprocess.getoutput('nvidia-smi; curl x')", "subprocess for more"),
     ("import subprocess\nsubprocess.getoutput('nvidia-smi' + more)", "subprocess for more"),
-    ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run", "subprocess for more"),
+    ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run",
+     "subprocess for more"),
     ("from . import helper", "imports .: code that is not counted"),
     ("import requests", "imports requests: code that is not counted")])
 def test_scripts_that_can_hide_code_are_refused(line, reason):
@@ -443,7 +483,8 @@ def test_a_rerun_hashes_the_data_once(records, monkeypatch):
     monkeypatch.setattr(verify, "rerun", lambda *_: "scored")
     assert verify.verify_record(records)[0] == []
     found, notes = verify.verify_record(records, again=True)
-    assert found == ["DATA_PATH=tiny: the val shards on this disk are not the division's"] and notes[-3:] == ["scored"] * 3
+    assert found == ["DATA_PATH=tiny: the val shards on this disk are not the division's"]
+    assert notes[-3:] == ["scored"] * 3
 
 
 def test_the_artifacts_are_scored_again(root, records, monkeypatch):
@@ -506,7 +547,8 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
     half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002.pt"))
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=half.relative_to(root)))
-    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed", "--author", "me", "broken"])
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed",
+                                      "--author", "me", "broken"])
     with pytest.raises(SystemExit) as end:
         submit.main()
     folder = next(open_track.glob("*_Resumed"))
@@ -548,7 +590,8 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
     (["DATA_PATH=/home/me/tiny"], "DATA_PATH must be relative to the repository"),
     (["OVERFIT=1"], "OVERFIT=True is not one of [False]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS?"),
     (["--ranks", "2"], "--ranks 2 is more than the track's 1"),
-    (["--division", "other"], "division 'other' must be one of tiny"), (["--seeds", "1,2"], "the track asks for 3 seeds"),
+    (["--division", "other"], "division 'other' must be one of tiny"),
+    (["--seeds", "1,2"], "the track asks for 3 seeds"),
     (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS=900 must be more than 0 and at most 600"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "NUM_LAYERS='' is not a whole number"),
     (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])
@@ -614,8 +657,8 @@ class Trainer:
         config = {**settings, "TRAIN_BATCH_TOKENS": int(settings["TRAIN_BATCH_TOKENS"]), "TRAIN_SEQ_LEN": 256,
                   "VOCAB_SIZE": 50257, "DEVICE": "cuda", "FUSED": settings["FUSED"] == "1"}
         overrides = {name: [text, "argument"] for name, text in settings.items()}
-        events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2, "torch": "2",
-                   "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
+        events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2,
+                   "torch": "2", "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
         events += [{"event": "train", "step": step, "train_loss": 9.0, "train_time_ms": 10.0 * step, "mem_mib": 0}
                    for step in range(1, int(settings["ITERATIONS"]) + 1)]
         events.append({"event": "export", "code_sha256": "0" * 64})
@@ -684,7 +727,7 @@ def test_other_failures_end_the_ladder(climb, tmp_path, lacks, reason):
 def test_all_committed_records_are_as_they_say():
     assert f"{leaderboard.BEGIN}\n{leaderboard.leaderboard(REPOSITORY / 'records')}\n{leaderboard.END}" in (
         REPOSITORY / "records" / "README.md").read_text()
-    for folder in (path for track in (REPOSITORY / "records").glob("track_*") for path in track.iterdir() if path.is_dir()):
+    for folder in common.record_folders(REPOSITORY / "records"):
         is_ladder = folder.parent.name == "track_speedup_ladder"
         found, _ = verify.verify_ladder(folder) if is_ladder else verify.verify_record(folder)
         assert not found, (folder, found)
