@@ -18,18 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
-from common import ROOT, hardware, launcher, read_events
+from common import ROOT, gpu_names, hardware, launcher, read_events, table
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
+    "cpu-track": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=6 NUM_KV_HEADS=3 TRAIN_SEQ_LEN=256 "
+                  "TRAIN_BATCH_TOKENS=4096", 20, 1 << 16),  # of the control record
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
@@ -102,33 +102,6 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path) -> dict[st
     return {"peak_mib": usage.ru_maxrss * unit >> 20, **found}
 
 
-def measure_machine() -> dict:
-    """Return the device ("cpu" or "gpu") and the rate of a large matrix product. They are found in another
-    process because a trainer's peak memory includes that of the process that starts it."""
-    command = [sys.executable, __file__, "--machine-worker"]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-
-
-def machine_worker() -> None:
-    """Print what measure_machine returns."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-    import train_gpt
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = train_gpt.Ranks(0, 1, device)
-    dtype = torch.bfloat16 if train_gpt.bfloat16_is_native(device) else torch.float32
-    size = 8192 if device.type == "cuda" else 2048
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    times_ms = []
-    for _ in range(10):
-        start_ms = ranks.now_ms()
-        matrix @ matrix
-        times_ms.append(ranks.now_ms() - start_ms)
-    product = f"{size:,} x {size:,} in {str(dtype).removeprefix('torch.')}"
-    print(json.dumps({"device": "gpu" if device.type == "cuda" else "cpu", "product": product,
-                      "tflops": 2 * size**3 / min(times_ms) / 1e9}))
-
-
 def phases_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
     mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; Muon's
@@ -139,27 +112,28 @@ def phases_worker(skip: int, output: str) -> None:
     plain_step = train_gpt.train_step
     spent_ms = dict.fromkeys(("load", "forward", "backward", "synchronise", "optimizer"), 0.0)
 
-    def timed(phase: str, function, ranks):
-        def call(*args, **kwargs):
+    def measure_calls(phase: str, owner, name: str, ranks) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
             start_ms = ranks.now_ms()
             value = function(*args, **kwargs)
             spent_ms[phase] += ranks.now_ms() - start_ms
             return value
-        return call
+        setattr(owner, name, timed)
 
     def train_step(run, *args, **kwargs):
-        if run.step < skip:  # also in the warm-up
-            return plain_step(run, *args, **kwargs)
-        parts = [("load", run.loader, "batch"), ("forward", type(run.model), "__call__"),
-                 ("backward", torch.Tensor, "backward"), ("synchronise", train_gpt.Ranks, "average"),
-                 *(("optimizer", optimizer, "step") for optimizer in run.optimizers)]
-        with ExitStack() as patches:
-            for phase, owner, name in parts:
-                function = timed(phase, getattr(owner, name), run.ranks)
-                patches.enter_context(mock.patch.object(owner, name, function))
-            result = plain_step(run, *args, **kwargs)
+        if run.step == skip:  # not in the warm-up, whose steps are all the first
+            measure_calls("load", run.loader, "batch", run.ranks)
+            measure_calls("forward", type(run.model), "__call__", run.ranks)
+            measure_calls("backward", torch.Tensor, "backward", run.ranks)
+            measure_calls("synchronise", train_gpt.Ranks, "average", run.ranks)
+            for optimizer in run.optimizers:
+                measure_calls("optimizer", optimizer, "step", run.ranks)
+        result = plain_step(run, *args, **kwargs)
         if run.ranks.rank == 0:
-            means = {phase: total / (run.step + 1 - skip) for phase, total in spent_ms.items()}
+            steps = run.step + 1 - skip
+            means = {phase: total / steps for phase, total in spent_ms.items() if steps > 0}
             Path(output).write_text(json.dumps(means), encoding="utf-8")
         return result
 
@@ -191,18 +165,24 @@ def cell(values: list[float], digits: int) -> str:
     return texts[0] if len(values) < 2 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
-    """Return a Markdown table with a row for each quantity that was measured and a column for each commit."""
-    lines = [f"| {name} | {' | '.join(side for side, _ in sides)} |", "|---" * (len(sides) + 1) + "|"]
+def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
+    """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For
+    two commits, the last column is the median of the second divided by that of the first."""
+    lines = []
     for key, (title, digits) in rows.items():
-        cells = [cell([found[key] for found in measured if key in found], digits) for _, measured in sides]
+        values = [[found[key] for found in measured if key in found] for _, measured in sides]
+        cells = [cell(of_side, digits) for of_side in values]
+        medians = [statistics.median(of_side) for of_side in values if of_side]
+        if len(sides) == 2:
+            cells.append(f"{medians[1] / medians[0]:.3f}" if len(medians) == 2 else "")
         if any(cells):
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([title, *cells])
+    columns = [name, *(side for side, _ in sides), *["ratio"] * (len(sides) == 2)]
+    return "\n".join(table(f"| {' | '.join(columns)} |", lines)) + "\n"
 
 
-def compare(name: str, options: argparse.Namespace, folder: Path) -> dict:
-    """Measure the commits in turn in one configuration; print the tables and return all measurements."""
+def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
+    """Measure the commits in turn in one configuration and print the tables."""
     settings, steps, val_tokens = CONFIGURATIONS[name]
     skip = 10 if name.startswith("gpu") else 1  # the first ten steps are logged, which makes a GPU wait
     variables = dict(pair.split("=", 1) for pair in f"{COMMON} {settings}".split() + options.settings)
@@ -218,16 +198,11 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> dict:
         other = git("rev-parse", "--short", options.against).strip()
         sides.insert(0, (other, script, known_to(script, arguments)))
     measured = [(side, []) for side, _, _ in sides]
-    machine = []
     for _ in range(options.rounds):
-        machine.append(measure_machine())
         for i, (_, script, known) in enumerate(sides):
             command = [*launcher(options.ranks), str(script), *known]
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}"))
-    print(table(name, measured, ROWS))
-    rates = cell([found["tflops"] for found in machine], 2)
-    print(f"Matrix product of {machine[0]['product']}, before each round: {rates} TFLOP/s\n", flush=True)
-    phases = {}
+    print(median_table(name, measured, ROWS), flush=True)
     if options.phases:
         output = folder / "phases.json"
         worker = [__file__, "--phases-worker", str(skip), str(output)]
@@ -235,14 +210,10 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> dict:
         measure(command, skip, folder, folder / f"cache{len(sides) - 1}")  # compiled before
         phases = json.loads(output.read_text(encoding="utf-8"))
         rows = {phase: (phase, 1) for phase in phases}
-        print(table(f"{name}, ms per step", [(checkout, [phases])], rows), flush=True)
-    return {"sides": measured, "machine": machine, "phases": phases}
+        print(median_table(f"{name}, ms per step", [(checkout, [phases])], rows), flush=True)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--machine-worker"]:
-        machine_worker()
-        return
     if sys.argv[1:2] == ["--phases-worker"]:
         skip, output = sys.argv[2:4]
         del sys.argv[1:4]
@@ -257,7 +228,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
     parser.add_argument("--phases", action="store_true", help="also time the phases of this checkout's steps")
-    parser.add_argument("--json", type=Path, help="file for all measurements")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
@@ -265,16 +235,13 @@ def main() -> None:
         if name not in CONFIGURATIONS:
             parser.error(f"configuration {name!r} must be one of {', '.join(CONFIGURATIONS)}")
     if not names:
-        device = measure_machine()["device"]
+        device = "gpu" if gpu_names() else "cpu"
         names = [name for name in CONFIGURATIONS if name.startswith(device)]
     print(f"{hardware()}, PyTorch {version('torch')}, ranks: {options.ranks}, rounds: {options.rounds} "
           f"{' '.join(options.settings)}\n", flush=True)
-    results = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = compare(name, options, Path(folder))
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            compare(name, options, Path(folder))
 
 
 if __name__ == "__main__":

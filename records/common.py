@@ -1,4 +1,4 @@
-"""Folders, tracks, logs and statistics for the scripts of records/, none of which it imports."""
+"""Folders, tracks, logs, tables and statistics for the scripts of records/, none of which it imports."""
 
 import json
 import math
@@ -10,13 +10,13 @@ import statistics
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RULE = "=" * 100  # divides source, machine and lines in a text log
 FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 # Settings that do not change what is trained, so that the seeds of a record may differ in them. Older scripts had
 # CHECKPOINT_DIR and TRACKERS.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
@@ -33,7 +33,14 @@ class Findings(list):
         return bool(holds)
 
 
-def is_close(a: float, b: float, tolerance: float = 1e-9) -> bool:
+def require_packages() -> None:
+    """Exit with what to install if the packages that records need are missing."""
+    missing = [package for package in ("scipy", "matplotlib") if not find_spec(package)]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} must be installed: pip install -r requirements-dev.txt")
+
+
+def is_close(a: float, b: float, tolerance: float) -> bool:
     """Whether two finite numbers are equal up to `tolerance`, relative above 1 and absolute below."""
     return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
 
@@ -65,11 +72,6 @@ def read_events(path: Path) -> list[dict]:
     return events
 
 
-def setting_text(value: object) -> str:
-    """Return a setting of a log as the text that train_gpt.py reads."""
-    return str(int(value) if isinstance(value, bool) else value)
-
-
 def launcher(ranks: int) -> list[str]:
     """Return the command that starts a Python script with this many processes on this machine."""
     if ranks == 1:
@@ -77,14 +79,20 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
+def gpu_names() -> list[str]:
+    """Return the name of each GPU that nvidia-smi lists."""
+    command = shutil.which("nvidia-smi")
+    if not command:
+        return []
+    arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
+    output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
+    return [line.strip() for line in output.splitlines() if line.strip()]
+
+
 def hardware() -> str:
     """Return the name of the machine: its GPUs if it has some, else its CPU and cores."""
-    if command := shutil.which("nvidia-smi"):
-        arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
-        output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
-        names = [line.strip() for line in output.splitlines() if line.strip()]
-        if names:
-            return f"{len(names)}x {names[0]}"
+    if names := gpu_names():
+        return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -92,6 +100,12 @@ def hardware() -> str:
         model = match[1] if match else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{cores} cores of {model}"
+
+
+def table(header: str, rows) -> list[str]:
+    """Return the lines of a Markdown table. `header` is its first line, a row is a list of cells."""
+    rule = "|---" * (header.count("|") - 1) + "|"
+    return [header, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def deviation(values: list[float]) -> float:
@@ -106,27 +120,20 @@ def score(result: dict) -> float:
 
 
 def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | None:
-    """Test whether our mean score is lower than theirs by more than the track's margin: a one-sided Welch t-test
-    (unequal variances). Return unit, margin, difference, numbers of seeds and p; None with fewer than two seeds on a side.
-
-    A track in nats per token compares them only where both sides scored the same tokens and bytes. Otherwise the
-    margin is converted to bits per byte, and those are compared."""
+    """Test whether our mean bits per byte are lower than theirs by more than the track's margin: a one-sided Welch
+    t-test (unequal variances). Return margin, numbers of seeds, p and difference; None with fewer than two seeds on a
+    side. The margin of a track is in nats per token of the text that they scored."""
     if min(len(ours), len(theirs)) < 2:
         return None
     from scipy import stats
-    margin = track.get("margin", 0.0)
-    unit = track.get("unit", "bits per byte")
-    counts = {(seed["val_tokens"], seed["val_bytes"]) for seed in (*ours, *theirs)}
-    if unit == "nats per token" and len(counts) > 1:
-        unit = "bits per byte"
-        margin *= theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
-    value_of = score if unit == "bits per byte" else lambda seed: seed["val_loss"]
-    our_values = [value_of(seed) for seed in ours]
-    their_values = [value_of(seed) for seed in theirs]
-    shifted = [value - margin for value in their_values]
-    test = stats.ttest_ind(our_values, shifted, equal_var=False, alternative="less")
-    return {"unit": unit, "margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
-            "difference": statistics.mean(our_values) - statistics.mean(their_values)}
+    bits_per_nat = theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
+    margin = track.get("margin_nats", 0.0) * bits_per_nat
+    our_scores = [score(seed) for seed in ours]
+    their_scores = [score(seed) for seed in theirs]
+    shifted = [value - margin for value in their_scores]
+    test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
+    return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
+            "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
 
 
 def order_of(submission: dict) -> tuple[str, str, str]:

@@ -7,22 +7,21 @@
 import sys
 from pathlib import Path
 
-from common import ROOT, deviation, load_json, order_of, score
+from common import ROOT, deviation, load_json, order_of, score, table
 
 BEGIN = "<!-- leaderboard -->\n"
 END = "<!-- end of leaderboard -->\n"
 
 
-def record_row(place: int, submission: dict, folder: str) -> str:
-    """Return the Markdown row of one record."""
+def record_row(place: int, submission: dict, folder: str) -> list[str]:
+    """Return the cells of one record."""
     original = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
-    against = f"{test['difference']:+.4f} {test['unit']}, p = {test['p']:.1g}" if test else ""
+    against = f"{test['difference']:+.4f} bits per byte, p = {test['p']:.1g}" if test else ""
     name = f"{submission['date']}_{submission['name']}"
-    cells = [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", f"{submission['val_bpb']:.4f}",
-             str(len(submission["seeds"])), f"{submission['bytes_total']:,}", "yes" if submission["is_best"] else "no",
-             against, submission["author"], f"[{name}]({folder}/{name})"]
-    return f"| {' | '.join(cells)} |"
+    return [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", f"{submission['val_bpb']:.4f}",
+            str(len(submission["seeds"])), f"{submission['bytes_total']:,}", "yes" if submission["is_best"] else "no",
+            against, submission["author"], f"[{name}]({folder}/{name})"]
 
 
 def track_table(folder: Path) -> list[str]:
@@ -38,10 +37,9 @@ def track_table(folder: Path) -> list[str]:
         members = [submission for submission in submissions if submission["division"] == division]
         members.sort(key=lambda submission: (score(submission), order_of(submission)))
         lines += [f"Division `{division}`:", ""] if division else []
-        lines += ["| | bits per byte of the original text | as published (val_bpb) | seeds | bytes | best at its time | "
-                  "against the best before it | by | record |", "|---|---|---|---|---|---|---|---|---|"]
-        lines += [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
-        lines.append("")
+        rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
+        lines += [*table("| | bits per byte of the original text | as published (val_bpb) | seeds | bytes | best at its "
+                         "time | against the best before it | by | record |", rows), ""]
     return lines if lines[-1] == "" else [*lines, ""]
 
 

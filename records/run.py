@@ -16,8 +16,13 @@ import subprocess
 import sys
 import time
 
-from common import ROOT, launcher, load_json, load_track, read_events, setting_text
-from submit import add_arguments, check_plan, folder_of, report, submit
+from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, read_events, require_packages
+from submit import add_arguments, folder_of, submit
+from verify import check_request, other_seeds, report
+
+sys.path.append(str(ROOT))
+
+import train_gpt  # noqa: E402
 
 
 def state_of(run_id: str, settings: dict[str, str], ranks: int) -> str:
@@ -53,17 +58,35 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
 
 
 def plan_settings(options) -> dict[str, str]:
-    """Return the settings of the runs by name: the base's, then those of the command. Raises ValueError, OSError."""
+    """Return the settings of the runs by name: the base's, then those of the command. Raises OSError."""
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
-        settings = {name: setting_text(value) for name, value in submission["settings"].items()}
+        settings = {name: str(value) for name, value in submission["settings"].items()}
     for word in options.settings:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word!r} is not a setting (example: NUM_LAYERS=3)")
+        name, _, text = word.partition("=")
         settings[name] = text
     return settings
+
+
+def check_plan(options, settings: dict[str, str], seeds: list[str]) -> None:
+    """Validate the request before training. Raises ValueError with all reasons for which the record would be
+    refused."""
+    folder = folder_of(options, time.gmtime())
+    track = load_track(folder)
+    problems = Findings()
+    problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
+    problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
+    most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
+    problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
+    config, given = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+    planned = {name: getattr(config, name.lower()) for name in given}
+    unset = {name: values[0] for name, values in track.get("settings", {}).items()}  # the trainer finds the DEVICE
+    planned = {"MAX_WALLCLOCK_SECONDS": config.max_wallclock_seconds, **unset, **planned}
+    check_request(track, options.division, len(seeds), planned, problems)
+    other_seeds(folder, options.base, options.division, problems)
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
@@ -101,19 +124,20 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.track and options.name):
         parser.error("--track and --name are needed")
+    require_packages()
     seeds = options.seeds.split(",")
     try:
         settings = plan_settings(options)
-        check_plan(options, settings, len(seeds), options.ranks)
+        check_plan(options, settings, seeds)
         run_ids = run_seeds(options, settings, seeds)
         words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds")
                  if getattr(options, key)]
         if options.ranks > 1:
             words.append(f"--ranks={options.ranks}")
         folder = submit(options, run_ids, f"python records/run.py {shlex.join(words + options.settings)}")
-        report(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, LookupError) as error:
         sys.exit(f"run.py: {error}")
+    sys.exit(0 if report(folder) else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """records/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,8 +10,8 @@ import bench
 import pytest
 from conftest import REPOSITORY
 
-TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 COMPILE=0 "
-        "DEVICE=cpu")
+TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 "
+        "COMPILE=0 DEVICE=cpu")
 
 
 def train(step, ms):
@@ -21,14 +22,17 @@ def test_quantities_are_computed_from_console_and_events():
     """By hand: 3 steps of 1,000 tokens in 1.5 s; 5,000 tokens scored in 2 s; an export of 12 - 9.5 - 2 s."""
     settings = {"TRAIN_BATCH_TOKENS": 1000, "ITERATIONS": 4, "DEVICE": "cpu"}
     events = [{"event": "config", "config": settings}, train(1, 700), train(2, 1200),
-              {"event": "val", "step": 0, "train_time_ms": 0}, {"event": "val", "step": 4, "train_time_ms": 2200},
+              {"event": "val", "step": 0, "train_time_ms": 0},
+              {"event": "val", "step": 4, "train_time_ms": 2200},
               {"event": "export", "artifact_bytes": 99}, {"event": "final", "eval_time_ms": 2000}]
     lines = [(1.0, "logs/bench.txt"), (1.1, "train_loader:dataset:data train_shards:1 tokens:7000"),
-             (1.1, "val_loader:shards pattern=../data/*_val_*.bin tokens:5000"), (4.7, "step:1/4 train_loss:6.9"),
+             (1.1, "val_loader:shards pattern=../data/*_val_*.bin tokens:5000"),
+             (4.7, "step:1/4 train_loss:6.9"),
              (9.5, "peak memory allocated: 12 MiB reserved: 20 MiB"),
              (12.0, "final_int8_zlib_roundtrip val_loss:6.9 val_bpb:4.1 eval_time:2000ms"),
              (12.0, "final_int8_zlib_roundtrip_exact val_loss:6.9 val_bpb:4.1")]
-    wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0, "artifact_bytes": 99}
+    wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0,
+              "artifact_bytes": 99}
     assert bench.quantities(lines, events, skip=1) == pytest.approx(wanted)
     settings["DEVICE"] = "cuda"
     assert bench.quantities(lines, events, skip=2) == pytest.approx({**wanted, "peak_mib": 12})
@@ -37,19 +41,25 @@ def test_quantities_are_computed_from_console_and_events():
 
 
 def test_a_table_has_medians_and_ranges():
-    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]), ("new", [])]
-    assert bench.table("cpu-small", sides, bench.ROWS) == """\
-| cpu-small | old | new |
-|---|---|---|
-| export, s | 1.50 (1.00 to 3.00) |  |
-| first start to first step, s | 9.0 |  |
+    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]),
+             ("new", [{"export_s": 1.2}])]
+    assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
+| cpu-small | old | new | ratio |
+|---|---|---|---|
+| export, s | 1.50 (1.00 to 3.00) | 1.20 | 0.800 |
+| first start to first step, s | 9.0 |  |  |
+"""
+    assert bench.median_table("cpu-small", sides[1:], bench.ROWS) == """\
+| cpu-small | new |
+|---|---|
+| export, s | 1.20 |
 """
 
 
 def test_older_commits_get_the_variables_that_they_have(tmp_path, capsys):
     script = tmp_path / "train_gpt.py"
-    script.write_text('class Config:\n    attn: str = var("auto")\n')
-    assert bench.known_to(script, ["ATTN=math", "FUSED=0"]) == ["ATTN=math"]
+    script.write_text('class Config:\n    attn: str = var("auto")\n    compile: str = var("auto")\n')
+    assert bench.known_to(script, ["ATTN=math", "FUSED=0", "COMPILE=1"]) == ["ATTN=math", "COMPILE=1"]
     assert "FUSED=0" in capsys.readouterr().out
 
 
@@ -60,24 +70,44 @@ def test_a_configuration_that_does_not_exist_is_refused(monkeypatch, capsys):
     assert "'cpu-big' must be one of cpu-small" in capsys.readouterr().err
 
 
+def test_without_a_gpu_the_cpu_configurations_are_measured(monkeypatch, capsys):
+    names = []
+    monkeypatch.setattr(bench, "gpu_names", list)
+    monkeypatch.setattr(bench, "compare", lambda name, options, folder: names.append((name, options.settings)))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--against", "8d04a07", "COMPILE=1"])
+    bench.main()
+    assert names == [(name, ["COMPILE=1"]) for name in ("cpu-small", "cpu-track", "cpu-default-shape")]
+    assert "COMPILE=1" in capsys.readouterr().out
+
+
+def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
+    folder = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-22_Control"
+    settings = json.loads((folder / "submission.json").read_text())["settings"]
+    shape = dict(pair.split("=") for pair in bench.CONFIGURATIONS["cpu-track"][0].split())
+    assert len(shape) == 6 and all(str(settings[name]) == value for name, value in shape.items())
+
+
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 def test_two_commits_are_compared_and_phases_are_timed():
-    command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD", "--phases",
-               "--rounds", "1", "--steps", "2", *TINY.split()]
+    command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD",
+               "--phases", "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     table, phases = re.findall(r"(?:^\|.*\n)+", done.stdout, re.M)
     heading, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert heading[0] == "cpu-small" and heading[2].startswith(heading[1])  # a commit, and maybe changes
+    assert heading[3] == "ratio"
     numbers = {title: [float(text.replace(",", "")) for text in cells] for title, *cells in rows}
     limits = {"training, tokens/s": (100, 1e7), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
               "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000),
               "first start to first step, s": (0.5, 60)}
     assert numbers.keys() == limits.keys()
     for title, (low, high) in limits.items():
-        assert len(numbers[title]) == 2 and all(low < number < high for number in numbers[title]), title
-    assert re.search(r"Matrix product of 2,048 x 2,048 in b?float\d+, before each round: \d+\.\d+ TFLOP/s", done.stdout)
+        before, after, _ = numbers[title]
+        assert low < before < high and low < after < high, title
+    before, after, ratio = numbers["training, tokens/s"]
+    assert ratio == pytest.approx(after / before, abs=0.01)
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
     assert list(times_ms) == ["load", "forward", "backward", "synchronise", "optimizer"]
     assert 0 < float(times_ms["forward"]) < 10_000 and float(times_ms["synchronise"]) < 1

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import common
@@ -22,7 +23,7 @@ pytest.importorskip("matplotlib", reason="records have pictures: pip install -r 
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
 
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_threads": 64,
-         "max_world_size": 1, "min_seeds": 3, "unit": "nats per token", "margin": 0.0, "p": 0.01,
+         "max_world_size": 1, "min_seeds": 3, "p": 0.01,
          "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
          "divisions": {"tiny": {"scored": {"byte260": {"original_per_decoded_byte": 1.25,
                                                        "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
@@ -44,7 +45,8 @@ def root(tmp_path_factory):
     for name, changes in (("Control", {}), ("Slow", {"MATRIX_LR": "0.001", "TIED_EMBED_LR": "0.001"})):
         for seed in ("1", "2", "3"):
             run_id = f"{name}_seed{seed}"
-            run_here(patch, root, *tiny_arguments("tiny", SEED=seed, RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **CAP, **changes))
+            settings = {"SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", **CAP, **changes}
+            run_here(patch, root, *tiny_arguments("tiny", **settings))
         given = ["records/run.py", "--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
                  "--blurb", "What is new.", "--hardware", "a laptop", "--seeds", "1,2,3",
                  *tiny_arguments("tiny", **CAP, **changes)]
@@ -132,8 +134,15 @@ def resumed(folder: Path, step: int = 2) -> None:
     path = folder / "train_seed2.jsonl"
     first, *rest = path.read_text().splitlines()
     clock = json.loads(first)["elapsed_s"]
-    path.write_text("\n".join([first, json.dumps({"event": "resume", "step": step, "train_time_ms": 0.0, "elapsed_s": clock}),
-                               *rest]) + "\n")
+    event = json.dumps({"event": "resume", "step": step, "train_time_ms": 0.0, "elapsed_s": clock})
+    path.write_text("\n".join([first, event, *rest]) + "\n")
+
+
+def two_starts(folder: Path) -> None:
+    """Puts a second start, with other bytes, before that of a seed."""
+    path = folder / "train_seed2.jsonl"
+    first = path.read_text().partition("\n")[0]
+    path.write_text(first.replace('"val_bytes": 2976', '"val_bytes": 5952') + "\n" + path.read_text())
 
 
 def longer_wall_clock(folder: Path) -> None:
@@ -183,7 +192,8 @@ def better_artifact(folder: Path) -> None:
             return e
         loss = e["val_loss"] - 0.02
         bpb = loss * 2976 / 0.6931471805599453 / 2976
-        edit(folder / "train_seed2.log", r"exact val_loss:\S+ val_bpb:\S+", f"exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+        edit(folder / "train_seed2.log", r"exact val_loss:\S+ val_bpb:\S+",
+             f"exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
         return {**e, "val_loss": loss, "val_bpb": bpb}
     rewrite_events(folder, better)
 
@@ -212,22 +222,30 @@ FORGERIES = {
     "a smaller deviation": (lambda f: claim(f, val_bpb_std=0.0001), "submission.json: val_bpb_std is"),
     "a better seed": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "2": {
         **claims(f)["seed_results"]["2"], "val_bpb": 1.0}}), "seed_results: 2: val_bpb is 1.0, but the logs give"),
-    "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}), "4 is not in the logs"),
+    "a seed that was not run": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "4": {}}),
+                                r"seed_results: 4 is \{\}, but the logs give"),
     "fewer bytes": (lambda f: claim(f, bytes_total=1000), "submission.json: bytes_total is 1000"),
+    "two starts": (two_starts, "must have one config event"),
     "bits as loss": (lambda f: claim(f, val_loss=claims(f)["val_bpb"]), "submission.json: val_loss is"),
-    "a missing claim": (lambda f: claim(f, blurb=None), "submission.json: blurb is not text"),
-    "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}), "significance: p is 1e-09"),
-    "other units": (lambda f: claim(f, significance={**claims(f)["significance"], "unit": "bits per byte"}), "unit is 'bits"),
-    "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}), "MATRIX_LR is 0.5"),
+    "no blurb": (lambda f: claim(f, blurb=None), "submission.json: blurb is not text"),
+    "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
+        key: value for key, value in claims(f).items() if key != "is_best"})),
+        "is_best is 'nothing', but the logs give False"),
+    "a smaller p": (lambda f: claim(f, significance={**claims(f)["significance"], "p": 1e-9}),
+                    "significance: p is 1e-09"),
+    "another margin": (lambda f: track(f, margin_nats=0.01), "significance: margin is 0.0, but the logs give 0.014"),
+    "settings that were not run": (lambda f: claim(f, settings={**claims(f)["settings"], "MATRIX_LR": 0.5}),
+                                   "MATRIX_LR is 0.5"),
     "another environment": (lambda f: claim(f, environment={**claims(f)["environment"], "torch": "9"}), "torch is '9'"),
     "another track": (lambda f: claim(f, track="track_open"), "submission.json names track_open/"),
     "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is not another record of this track"),
     "a folder as base": (lambda f: claim(f, base="track_tiny"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
     "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
-    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"), "is not the folder's train_gpt.py"),
+    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"),
+                       "is not the folder's train_gpt.py"),
     "another script in log and folder": (lambda f: [edit(path, "lookup = 0", "lookup = 1") for path in (
-        f / "train_gpt.py", *f.glob("*.log"))], "code_sha256 is not train_gpt.py's"),
+        f / "train_gpt.py", *f.glob("*.log"))], "code_bytes and code_sha256 are not train_gpt.py's"),
     "a script that is too long": (longer_script, "lines, not less than 1,500"),
     "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is not Python"),
     "a script in two files": (lambda f: [edit(path, "import gc\n", "import helper\n") for path in (
@@ -235,22 +253,31 @@ FORGERIES = {
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
     "a final score in the .log": (lambda f: edit(f / "train_seed2.log", r"(roundtrip_exact val_loss:\d)\.\d", r"\1.0"),
-                                  "val_loss and val_bpb is .* in the .log"),
+                                  "the .log has .*roundtrip_exact val_loss"),
     "an infinite loss": (lambda f: change(f, "final", val_loss=float("inf")), "is not val_loss . tokens"),
-    "a score per byte of another text": (lambda f: claim(f, val_bpb_original=0.5), "submission.json: val_bpb_original is 0.5"),
-    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'), "ZeroDivisionError"),
-    "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"), "world_size is .* in the .log"),
+    "a score per byte of another text": (lambda f: claim(f, val_bpb_original=0.5),
+                                         "submission.json: val_bpb_original is 0.5"),
+    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'),
+                        "ZeroDivisionError"),
+    "more ranks than said": (lambda f: edit(f / "train_seed2.log", "world_size:1", "world_size:8"),
+                             "the .log has 'world_size:8"),
     "a setting that was not set": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": ."2", "argument".,', ""),
-                                   "disagree on the settings"),
-    "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "eval_time_ms is .* in the .log"),
-    "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"), "disagree"),
-    "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5), ".log and .jsonl disagree"),
+                                   "the .log has .*NUM_LAYERS.* where the .jsonl gives"),
+    "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0),
+                                   "the .log has .*eval_time:.*gives .*eval_time:-5ms"),
+    "a validation in the .log": (lambda f: edit(f / "train_seed2.log", r"(step:2/4 val_loss:)\d", r"\g<1>1"),
+                                 "the .log has 'step:2/4 val_loss:1"),
+    "a training loss in the .jsonl": (lambda f: change(f, "train", train_loss=0.5),
+                                      "the .jsonl gives 'step:4/4 train_loss:0.5000"),
     "twice the bytes of text": (consistent_score, "are not those of the division 'tiny'"),
-    "a larger artifact in the log": (lambda f: change(f, "export", artifact_bytes=100), "artifact_bytes is .* in the .log"),
-    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100), "is not the artifact of the log"),
+    "a larger artifact in the log": (lambda f: change(f, "export", artifact_bytes=100),
+                                     "the .jsonl gives 'Serialized model int8.zlib: 100 bytes"),
+    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100),
+                         "is not the artifact of the log"),
     "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong in the folder"),
     "a faster clock": (faster_clock, "tok_per_sec does not follow"),
-    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001), "the wall clock goes backwards"),
+    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001),
+                                         "the wall clock goes backwards"),
     "a training clock that hides time": (longer_wall_clock, "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
     "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
@@ -259,37 +286,50 @@ FORGERIES = {
     "one seed with other settings": (lambda f: [edit(f / f"train_seed2{s}", '"MATRIX_LR": 0.001', '"MATRIX_LR": 0.1')
                                                 for s in (".log", ".jsonl")], "seed 2 differs in MATRIX_LR"),
     "settings in the .jsonl alone": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": 2', '"NUM_LAYERS": 3'),
-                                     "disagree on the settings"),
+                                     "the .log has .*NUM_LAYERS.: 2.* where the .jsonl gives .*NUM_LAYERS.: 3"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
-    "too long": (longer_training, "900.0 s of training are more than 600 s"),
-    "too high a cap": (lambda f: track(f, max_train_seconds=599), "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
-    "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"), "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
+    "too long": (longer_training, "900.0 s of training pass the cap by more than the last step"),
+    "too high a cap": (lambda f: track(f, max_train_seconds=599),
+                       "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
+    "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"),
+               "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
     "no training steps in the log": (without_training_steps, "the log has no training steps"),
     "sparse training steps": (lambda f: without_training_steps(f, 3), r"training steps .3. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
     "too many threads": (lambda f: track(f, max_threads=0), "threads is .*, more than 0"),
-    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}), "NUM_LAYERS=2 is not one of .9."),
-    "an artifact that is better than its weights": (better_artifact, "nats better than the weights that it was made from"),
+    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}),
+                                         "NUM_LAYERS=2 is not one of .9."),
+    "an artifact that is better than its weights": (better_artifact,
+                                                    "nats better than the weights that it was made from"),
     "a resume without an older log": (lambda f: resumed(f, step=0), "resumed at step 0, but there is no older log"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
     "a second script": (lambda f: (f / "helper.py").write_text("x = 1"), "helper.py does not belong in a record"),
     "a folder in the folder": (lambda f: (f / "data").mkdir(), "data does not belong in a record"),
-    "a best that is not one": (lambda f: claim(f, is_best=True), "submission.json: is_best is True, but the logs give False"),
+    "a best that is not one": (lambda f: claim(f, is_best=True),
+                               "submission.json: is_best is True, but the logs give False"),
     "another incumbent": (lambda f: claim(f, incumbent=""), "submission.json: incumbent is ''"),
-    "a claim that nothing checks": (lambda f: claim(f, world_record=True), "world_record is not a claim that can be checked"),
+    "a claim that nothing checks": (lambda f: claim(f, world_record=True),
+                                    "world_record is True, but the logs give 'nothing'"),
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
-    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]), "train shards that the log names are not those"),
-    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]), "val shards that the log"),
-    "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"), "script.diff is not the"),
+    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]),
+                              "train shards that the log names are not those"),
+    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]),
+                                "val shards that the log"),
+    "a difference to the base that is not there": (lambda f: (f / "script.diff").write_text("+x\n"),
+                                                   "script.diff is not the"),
+    "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
+                                    "disagree on PyTorch"),
     "another division": (lambda f: claim(f, division="other"), "division 'other' must be one of tiny"),
     "a resumed run": (resumed, "resumed at step 2, but there is no older log .* step 0"),
-    "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260", "tokenizer_path=/home/me/b"),
+    "an absolute path in a log": (lambda f: edit(f / "train_seed2.log", "tokenizer_path=byte260",
+                                  "tokenizer_path=/home/me/b"),
                                   "absolute paths .'/home/me/b'"),
-    "an absolute path in the settings": (lambda f: [edit(path, '"DATA_PATH": "tiny"', '"DATA_PATH": "/tiny"') for path in
-                                                    f.glob("train_seed*")], "DATA_PATH must be relative to the repository"),
+    "an absolute path in the settings": (lambda f: set_in_logs(f, "DATA_PATH", '"tiny"', '"/tiny"'),
+                                         "DATA_PATH must be relative to the repository"),
     "an absolute path in a claim": (lambda f: claim(f, command="python /home/me/train_gpt.py"), "absolute paths"),
-    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"), "README.md: the part above the notes"),
+    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"),
+                         "README.md: the part above the notes"),
     "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
     "a name without a date": (lambda f: None, "must be DATE_Name"),
 }
@@ -302,11 +342,13 @@ def test_what_the_tools_make_is_accepted(root, capsys):
         assert claims(folder)["is_best"] == folder.name.endswith("Control")
         original = claims(folder)["val_bpb"] / 1.25
         assert claims(folder)["val_bpb_original"] == pytest.approx(original)
-        assert claims(folder)["seed_results"]["2"]["val_bpb_original"] == claims(folder)["seed_results"]["2"]["val_bpb"] / 1.25
+        second = claims(folder)["seed_results"]["2"]
+        assert second["val_bpb_original"] == second["val_bpb"] / 1.25
         text = (folder / "README.md").read_text()
         assert f"and {original:.4f} per byte of the original text." in text
     assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
-    assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ nats per token; one-sided Welch t-test of 3 against 3", notes[1])
+    test = r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3"
+    assert re.search(test, notes[1])
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -321,23 +363,33 @@ def test_forgeries_are_refused_with_the_reason(records, name):
 
 @pytest.mark.parametrize("line, reason", [
     ("exec(text)", "exec"), ("eval('1')", "eval"), ("run = eval", "eval"), ("compile('1', '', 'eval')", "compile"),
-    ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"), ("from importlib import util", "importlib"),
+    ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"),
+    ("from importlib import util", "importlib"),
     ("import ctypes", "ctypes"), ("from ctypes import CDLL", "ctypes"), ("torch.hub.load('a', 'b')", "torch.hub"),
-    ("from torch import hub", "torch.hub"), ("import pickle", "pickle"), ("torch.load(path, weights_only=False)", "weights_only"),
-    ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"), ("from torch.utils.cpp_extension import load", "cpp_ext"),
+    ("from torch import hub", "torch.hub"), ("import pickle", "pickle"),
+    ("torch.load(path, weights_only=False)", "weights_only"),
+    ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"),
+    ("from torch.utils.cpp_extension import load", "cpp_ext"),
     ("import subprocess\nsubprocess.run(['curl', 'x'])", "subprocess for more than nvidia-smi and scontrol"),
     ("import subprocess\nprogram = input()\nsubprocess.run(program)", "subprocess for more"),
-    ("import subprocess\nstart = subprocess.run", "subprocess for more"), ("import subprocess as s\ns.run('ls')", "subprocess"),
-    ("from subprocess import run", "subprocess for more"), ("import requests", "imports requests: code that is not counted")])
+    ("import subprocess\nstart = subprocess.run", "subprocess for more"),
+    ("import subprocess as s\ns.run('ls')", "subprocess"),
+    ("from subprocess import run", "subprocess for more"), ("from os import system", "os.system"),
+    ("import os as o", "os as o"),
+    ("import subprocess\nsubprocess.getoutput('nvidia-smi; curl x')", "subprocess for more"),
+    ("import subprocess\nsubprocess.getoutput('nvidia-smi' + more)", "subprocess for more"),
+    ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run",
+     "subprocess for more"),
+    ("from . import helper", "imports .: code that is not counted"),
+    ("import requests", "imports requests: code that is not counted")])
 def test_scripts_that_can_hide_code_are_refused(line, reason):
     assert any(reason in finding for finding in verify.check_script(line + "\n")), verify.check_script(line + "\n")
 
 
 def test_scripts_may_ask_for_the_gpus_and_the_hosts():
-    assert verify.check_script("""import re, shutil, subprocess
-subprocess.getoutput("nvidia-smi")
-if command := shutil.which("nvidia-smi"):
-    subprocess.run([command], capture_output=True)
+    assert verify.check_script("""import re, subprocess
+subprocess.getoutput("nvidia-smi -L")
+subprocess.run(["nvidia-smi"], capture_output=True)
 subprocess.check_output(["scontrol", "show", "hostnames"])
 re.compile("x")
 model.eval()
@@ -367,34 +419,106 @@ def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_pat
     assert best_before("2026-01-09_Late") == "Better" and best_before("2026-01-01_Other") is None
 
 
+def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
+    source = (records / "train_gpt.py").read_text()
+    for path in (records / "train_gpt.py", *records.glob("*.log")):
+        edit(path, "lookup = 0", "lookup = 1")
+    digest = sha256(source.replace("lookup = 0", "lookup = 1").encode()).hexdigest()
+    for seed in (1, 2, 3):
+        change(records, "export", seed, code_sha256=digest)
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    difference = (records / "script.diff").read_text()
+    base = claims(records)["base"]
+    assert difference.startswith(f"--- {base}/train_gpt.py\n+++ train_gpt.py\n@@ ")
+    changed = [line for line in difference.splitlines()[2:] if line[0] in "+-"]
+    assert [line[0] for line in changed] == ["-", "+"] and "lookup = 1" in changed[1]
+    assert "`train_gpt.py`: changed, see `script.diff`." in (records / "README.md").read_text()
+    assert verify.verify_record(records)[0] == []
+    edit(records / "script.diff", r"lookup = 1", "lookup = 2")
+    assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
+    (records / "script.diff").unlink()
+    assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
+    claim(records, base="")
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    assert not (records / "script.diff").exists() and verify.verify_record(records)[0] == []
+
+
+def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
+    """A manifest.json with the pinned digests beside other files convinces nobody."""
+    monkeypatch.setattr(verify, "ROOT", records.parents[2])
+    data = shutil.copytree(root / "tiny", verify.ROOT / "tiny")
+    train, val = ({path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(data.glob(f"*_{split}_*"))}
+                  for split in ("train", "val"))
+    tokenizer = data / "tokenizer.model"
+    tokenizer.write_bytes(b"tokenizer")
+    (data / "manifest.json").write_text(json.dumps({"splits": {
+        split: {"shards": [{"file": name, "sha256": digest} for name, digest in digests.items()]}
+        for split, digests in (("train", train), ("val", val))}}))
+    table = {"train_shards_sha256": list(train.values()), "val_shards_sha256": list(val.values()),
+             "tokenizer_sha256": sha256(b"tokenizer").hexdigest()}
+    seed = {"settings": {"DATA_PATH": "tiny", "TOKENIZER_PATH": "tiny/tokenizer.model"}, "table": table}
+    found = common.Findings()
+    verify.check_data(seed, found)
+    assert found == []
+    reasons = {"tiny_train_000001.bin": "DATA_PATH=tiny: the train shards on this disk are not the division's",
+               "tiny_val_000000.bin": "DATA_PATH=tiny: the val shards on this disk are not the division's",
+               "tokenizer.model": "TOKENIZER_PATH=tiny/tokenizer.model on this disk is not the division's tokenizer"}
+    for name, reason in reasons.items():
+        content = (data / name).read_bytes()
+        (data / name).write_bytes(content[:-1] + b"?")
+        verify.check_data(seed, found)
+        assert found == [reason]
+        found.clear()
+        (data / name).unlink()
+        verify.check_data(seed, found)
+        assert found == [reason]
+        found.clear()
+        (data / name).write_bytes(content)
+    verify.check_data({**seed, "table": {}}, found)  # a division without digests
+    assert found == []
+
+
+def test_a_rerun_hashes_the_data_once(records, monkeypatch):
+    pin(records, val_shards_sha256=["0" * 64])
+    monkeypatch.setattr(verify, "rerun", lambda *_: "scored")
+    assert verify.verify_record(records)[0] == []
+    found, notes = verify.verify_record(records, again=True)
+    assert found == ["DATA_PATH=tiny: the val shards on this disk are not the division's"]
+    assert notes[-3:] == ["scored"] * 3
+
+
 def test_the_artifacts_are_scored_again(root, records, monkeypatch):
     """Another seed's artifact in its place has that seed's score."""
     found = common.Findings()
-    seeds = verify.read_folder(records, found)
-    assert not found
+    seeds = verify.read_folder(records, "tiny", found)
+    monkeypatch.setenv("MATRIX_LR", "wrong")  # the environment is clean
+    assert "scored again" in verify.rerun(records, seeds[1], records, found) and not found
+    assert verify.rerun(records, seeds[0], records.parent, found) == "seed 1: not scored"
+    assert "--artifacts DIR names the folder" in found.pop() and not found
     shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
+    assert verify.rerun(records, seeds[0], records, found) == "seed 1: not scored"
+    assert "is not the artifact of the log" in found.pop() and not found
     monkeypatch.setattr(verify, "RERUN_BPB", 1e-5)
-    verify.rerun(records, seeds[0], {"scored": {"byte260": {"val_shards_sha256": ["0" * 64]}}}, records, found)
-    assert "other validation shards than the division" in found[0] and "is not the log's artifact" in found[1]
-    score = float(re.search(r"the artifact scores (\S+), not", found[2])[1])
+    seeds[0] |= {key: seeds[1][key] for key in ("artifact_bytes", "artifact_sha256")} | {"val_bytes": 3000}
+    verify.rerun(records, seeds[0], records, found)
+    assert "DATA_PATH or TOKENIZER_PATH on this disk are not those of the log" in found[0]
+    score = float(re.search(r"the artifact scores (\S+), not", found[1])[1])
     assert score == pytest.approx(seeds[1]["val_bpb"], abs=1e-6) and abs(score - seeds[0]["val_bpb"]) > 1e-5
-    (records / "artifact_seed1.int8.ptz").unlink()
-    verify.rerun(records, seeds[0], {}, records, found)
-    assert "--artifacts DIR names its folder" in found[3]
 
 
-def test_the_test_of_significance_is_welchs_in_the_tracks_unit():
-    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees."""
-    def seeds(losses, tokens=100):
-        return [{"val_loss": x, "val_bpb": 2 * x, "val_tokens": tokens, "val_bytes": 72} for x in losses]
+def test_the_test_of_significance_is_welchs():
+    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees. A
+    margin of 0.01 nats per token at 50 tokens of 72 bytes is 0.01 * 50 / (ln 2 * 72) bits per byte."""
+    def seeds(scores, tokens=100):
+        return [{"val_bpb": x, "val_tokens": tokens, "val_bytes": 72} for x in scores]
 
     ours, theirs = seeds([0.99, 1.0, 1.01]), seeds([1.08, 1.1, 1.12])
-    test = common.compare_scores({"unit": "nats per token"}, ours, theirs)
-    assert test["unit"] == "nats per token" and test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3]
+    test = common.compare_scores({}, ours, theirs)
+    assert test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3] and test["margin"] == 0
     assert test["p"] == pytest.approx(0.00245, abs=3e-4)
-    assert common.compare_scores({"unit": "nats per token", "margin": 0.2}, ours, theirs)["p"] > 0.5
-    other = common.compare_scores({"unit": "nats per token", "margin": 0.01}, ours, seeds([1.1, 1.2], tokens=50))
-    assert other["unit"] == "bits per byte" and other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72)
+    other = common.compare_scores({"margin_nats": 0.01}, ours, seeds([1.08, 1.1, 1.12], tokens=50))
+    assert other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72) and other["p"] > test["p"]
+    assert common.compare_scores({"margin_nats": 0.2}, ours, theirs)["p"] > 0.5
     assert common.compare_scores({}, ours[:1], theirs) is None
 
 
@@ -410,7 +534,7 @@ def test_the_leaderboard_says_when_it_is_stale(root, tmp_path, monkeypatch, caps
     text = (tmp_path / "records" / "README.md").read_text()
     assert text.startswith("# Records\n") and text.endswith("\nMore.\n") and "old\n" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| 1 |", "| 2 |"))]
-    assert "_Control]" in rows[0] and "_Slow]" in rows[1] and "nats per token" in rows[1]
+    assert "_Control]" in rows[0] and "_Slow]" in rows[1] and "bits per byte, p = " in rows[1]
     monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--check"])
     leaderboard.main()
 
@@ -423,7 +547,8 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
     half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002.pt"))
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=half.relative_to(root)))
-    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed", "--author", "me", "broken"])
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed",
+                                      "--author", "me", "broken"])
     with pytest.raises(SystemExit) as end:
         submit.main()
     folder = next(open_track.glob("*_Resumed"))
@@ -432,7 +557,8 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     assert claims(folder)["val_bpb_original"] is None and "original text" not in text and "This is a new best." in text
     assert "Resumed: 1337." in text and "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
-    monkeypatch.setattr(sys, "argv", ["submit.py", "--again", str(folder), "--blurb", "Another blurb."])
+    claim(folder, blurb="Another blurb.")
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--again", str(folder)])
     with pytest.raises(SystemExit) as end:
         submit.main()
     text = (folder / "README.md").read_text()
@@ -461,10 +587,13 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
 
 
 @pytest.mark.parametrize("more, reason", [
-    (["DATA_PATH=/home/me/tiny"], "DATA_PATH=/home/me/tiny: records have no absolute paths"),
-    (["--division", "other"], "--division 'other' must be one of tiny"), (["--seeds", "1,2"], "the track asks for 3 seeds"),
-    (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS must be more than 0 and at most 600"),
-    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not a setting"),
+    (["DATA_PATH=/home/me/tiny"], "DATA_PATH must be relative to the repository"),
+    (["OVERFIT=1"], "OVERFIT=True is not one of [False]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS?"),
+    (["--ranks", "2"], "--ranks 2 is more than the track's 1"),
+    (["--division", "other"], "division 'other' must be one of tiny"),
+    (["--seeds", "1,2"], "the track asks for 3 seeds"),
+    (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS=900 must be more than 0 and at most 600"),
+    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "NUM_LAYERS='' is not a whole number"),
     (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(record_run, "run_seed", lambda *_: pytest.fail("this must not run"))
@@ -476,7 +605,7 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
 
 
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(verify, "find_spec", lambda name: None if name == "scipy" else name)
+    monkeypatch.setattr(common, "find_spec", lambda name: None if name == "scipy" else name)
     monkeypatch.setattr(verify, "record_folders", lambda records: pytest.fail("this must not be read"))
     monkeypatch.setattr(sys, "argv", ["verify.py"])
     with pytest.raises(SystemExit, match="scipy must be installed: pip install -r requirements-dev.txt"):
@@ -506,7 +635,8 @@ def test_rungs_add_up():
     big = train_gpt.load_config(f"{ladder.COMMON} {ladder.SHAPES['124M']} TIE_EMBEDDINGS=1".split(), {})[0]
     with torch.device("meta"):
         model = train_gpt.GPT(train_gpt.replace(big, dtype="float32"))
-    assert sum(p.numel() for p in model.parameters()) == ladder.PARAMETERS
+    count = sum(p.numel() for p in model.parameters())
+    assert f"{count:,} parameters" in (REPOSITORY / "records" / "track_speedup_ladder" / "README.md").read_text()
 
 
 class Trainer:
@@ -527,8 +657,8 @@ class Trainer:
         config = {**settings, "TRAIN_BATCH_TOKENS": int(settings["TRAIN_BATCH_TOKENS"]), "TRAIN_SEQ_LEN": 256,
                   "VOCAB_SIZE": 50257, "DEVICE": "cuda", "FUSED": settings["FUSED"] == "1"}
         overrides = {name: [text, "argument"] for name, text in settings.items()}
-        events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2, "torch": "2",
-                   "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
+        events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2,
+                   "torch": "2", "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
         events += [{"event": "train", "step": step, "train_loss": 9.0, "train_time_ms": 10.0 * step, "mem_mib": 0}
                    for step in range(1, int(settings["ITERATIONS"]) + 1)]
         events.append({"event": "export", "code_sha256": "0" * 64})
@@ -542,7 +672,8 @@ def climb(tmp_path, monkeypatch):
     """Climbs the ladder with a trainer that lacks some settings; returns the folder and the settings of the runs."""
     monkeypatch.setattr(ladder, "hardware", lambda: "2x NVIDIA H100")
 
-    def run(lacks):
+    def run(lacks, gpus=2):
+        monkeypatch.setattr(ladder, "gpu_names", lambda: ["NVIDIA H100"] * gpus)
         trainer = Trainer(lacks)
         monkeypatch.setattr(ladder.subprocess, "run", trainer)
         ladder.climb(tmp_path / "ladder", "small", ["DATA_PATH=x", "ITERATIONS=20"])
@@ -556,7 +687,7 @@ def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
     about = json.loads((folder / "ladder.json").read_text())
     assert about["skipped"] == {"torch.compile": "COMPILE=1 failed: no PATH++; COMPILE=0 does without",
                                 "flash attention (SDPA)": "ATTN=flash does not run float32 heads"}
-    assert len(about["rungs"]) == len(runs) == len(ladder.RUNGS) - 2 and not {*about["rungs"]} & about["skipped"].keys()
+    assert len(list(folder.glob("rung*.jsonl"))) == len(runs) == len(ladder.RUNGS) - 2
     assert all(settings["COMPILE"] == "0" and settings["ATTN"] == "math" for settings in runs)
     assert runs[-1]["VOCAB_PAD"] == "64" and runs[-1]["TRAIN_BATCH_TOKENS"] == "4096"
     assert "8 torch.compile is skipped: COMPILE=1 failed" in capsys.readouterr().out
@@ -564,13 +695,24 @@ def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
     text = (folder / "README.md").read_text()
     assert "- flash attention (SDPA): `ATTN=flash does not run float32 heads`" in text
     rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()}
-    assert rows["torch.compile"][2:8] == ["n/a"] * 5 + ["skipped"]
+    assert rows["torch.compile"][2:] == ["skipped", "n/a", "n/a", "n/a", "n/a |"]
     assert rows["float32"][4:6] == ["n/a", "n/a"] and rows["bfloat16"][3:6] == ["102,400", "10.4%", "n/a"]
     assert rows["two ranks (DDP)"][3:5] == ["409,600", "20.7%"]
     edit(folder / "rung10.jsonl", r'"COMPILE": \["0"', '"COMPILE": ["1"')
     assert ladder.check_rungs(folder) == ["rung10.jsonl was not run with the settings of 'padded vocabulary'"]
+    edit(folder / "rung03.jsonl", '"code_sha256": "0', '"code_sha256": "1')
+    edit(folder / "rung02.jsonl", '"event": "train", "step": 9,', '"event": "gone", "step": 9,')
+    assert ladder.check_rungs(folder)[0].startswith("rung02.jsonl: steps are missing")
+    assert ladder.check_rungs(folder)[2:] == ["the rungs have not run the same train_gpt.py"]
     (folder / "ladder.json").write_text(json.dumps({**about, "skipped": {}}))
-    assert ladder.check_rungs(folder) == ["ladder.json does not have the rungs in their order"]
+    with pytest.raises(FileNotFoundError, match="rung08.jsonl"):
+        ladder.check_rungs(folder)
+
+
+def test_two_ranks_are_skipped_on_one_gpu(climb):
+    folder, runs = climb({}, gpus=1)
+    assert json.loads((folder / "ladder.json").read_text())["skipped"] == {"two ranks (DDP)": "there is one GPU"}
+    assert len(runs) == len(ladder.RUNGS) - 1 and verify.verify_ladder(folder) == ([], [])
 
 
 @pytest.mark.parametrize("lacks, reason", [
@@ -585,7 +727,7 @@ def test_other_failures_end_the_ladder(climb, tmp_path, lacks, reason):
 def test_all_committed_records_are_as_they_say():
     assert f"{leaderboard.BEGIN}\n{leaderboard.leaderboard(REPOSITORY / 'records')}\n{leaderboard.END}" in (
         REPOSITORY / "records" / "README.md").read_text()
-    for folder in (path for track in (REPOSITORY / "records").glob("track_*") for path in track.iterdir() if path.is_dir()):
+    for folder in common.record_folders(REPOSITORY / "records"):
         is_ladder = folder.parent.name == "track_speedup_ladder"
         found, _ = verify.verify_ladder(folder) if is_ladder else verify.verify_record(folder)
         assert not found, (folder, found)
