@@ -42,12 +42,10 @@ HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 INT8_PERCENTILE = 0.9999984
 CHECKPOINT_FORMAT = 2
-REPEATING = ("efficient", "math")  # attention kernels that need a key and value for each query
+SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
+REPEATING = ("blocks", "efficient", "math")  # kernels that need keys and values for each query head
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
-GONE = {"TRACKERS": "logs/track.py sends a run's numbers to wandb or TensorBoard",
-        "SKIP_NONFINITE": "a non-finite step stops the run; RESUME=auto resumes from before it",
-        "CHECKPOINT_DIR": "checkpoints go to OUT_DIR/checkpoints"}
 
 def require(condition, message: str) -> None:
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -78,7 +76,8 @@ class Config:
     dtype: str = var("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "kernel; auto: first that runs", "auto|flash|cudnn|efficient|math")
+    attn: str = free("auto", "kernel; auto: first that runs; blocks: for CPUs",
+                     "auto|flash3|flash|cudnn|efficient|math|blocks")
     # Length, validation and log
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
@@ -172,7 +171,6 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     # Clusters and containers use these three names for something else.
     for name in given.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
         text, place = given[name]
-        require(name not in GONE, f"{name} is no longer a variable: {GONE.get(name)}")
         cutoff = 0.6 if place == "argument" else 0.85
         near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
         hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
@@ -214,16 +212,13 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
 
-    def average(self, tensors: list[Tensor]) -> None:
-        """Average tensors over the ranks, in place, with one all-reduce for each type."""
-        if self.world_size == 1:
-            return
-        for dtype in dict.fromkeys(t.dtype for t in tensors):
-            same = [t for t in tensors if t.dtype == dtype]
-            flat = torch.cat([t.flatten() for t in same])
+    def sum(self, tensors: list[Tensor]) -> None:
+        """Add tensors up over the ranks, in place, with one all-reduce in their widest type."""
+        if self.world_size > 1:
+            flat = torch.cat([t.flatten() for t in tensors])
             dist.all_reduce(flat)
-            means = flat.div_(self.world_size).split([t.numel() for t in same])
-            torch._foreach_copy_(same, [mean.view_as(t) for mean, t in zip(means, same)])
+            sums = flat.split([t.numel() for t in tensors])
+            torch._foreach_copy_(tensors, [total.view_as(t) for total, t in zip(sums, tensors)])
 
     def now_ms(self) -> float:
         """The time in ms, read when the device has finished its queue."""
@@ -237,8 +232,7 @@ def start_ranks(config: Config) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
-    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
-    usable = [name for name in available if available[name]]
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
@@ -246,6 +240,7 @@ def start_ranks(config: Config) -> Ranks:
         gpus = subprocess.getoutput("nvidia-smi -L")
         require("GPU 0" not in gpus, "PyTorch cannot use the GPUs that nvidia-smi lists; install a "
                 f"build for their driver (this is {torch.__version__}), or set DEVICE=cpu")
+    device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
         torch.cuda.set_device(local_rank)
@@ -258,9 +253,9 @@ def start_ranks(config: Config) -> Ranks:
         if attempt != "0":  # torchrun's store still has the addresses of processes that have ended
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
-        backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    return Ranks(rank, world_size, torch.device(kind, local_rank if kind == "cuda" else None))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=world_size, device_id=device if kind == "cuda" else None)
+    return Ranks(rank, world_size, device)
 
 def bfloat16_is_native(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
@@ -270,10 +265,10 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 # ---- Log ---------------------------------------------------------------------------------------
-def write_line(file, text: str, end: str = "\n") -> None:
+def write_line(file, text: str) -> None:
     """Write and flush a line. A full disk must not stop the training, so a failure only warns."""
     try:
-        print(text, file=file, end=end, flush=True)
+        print(text, file=file, flush=True)
     except OSError as error:
         warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
@@ -281,7 +276,6 @@ class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.is_main = is_main
-        self.erase_line = "\x1b[2K" if sys.stdout.isatty() else ""
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -297,18 +291,13 @@ class RunLog:
 
     def line(self, text: str) -> None:
         if self.is_main:
-            write_line(sys.stdout, self.erase_line + text)
+            write_line(sys.stdout, text)
             write_line(self.text, text)
 
     def event(self, event: str, **values) -> None:
         if self.is_main:
             elapsed = round(time.monotonic() - STARTED, 3)
             write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
-
-    def progress(self, text: str) -> None:
-        """Show a line that the next line replaces, if the console is a terminal."""
-        if self.is_main and self.erase_line:
-            write_line(sys.stdout, self.erase_line + text, end="\r")
 
 def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
     """Log a training step, with its speed since the last line and the memory that CUDA used."""
@@ -319,7 +308,7 @@ def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
     average = run.time_ms / run.step
     lr = run.optimizers[-1].param_groups[0]["lr"]
     memory = torch.cuda.max_memory_allocated() >> 20
-    epoch = run.loader.epochs(run.step)
+    epoch = run.step * run.loader.step_tokens / run.loader.epoch_tokens
     run.log.event("train", step=run.step, train_loss=loss, train_time_ms=run.time_ms,
                   step_avg_ms=average, lr=lr, grad_norm=norm, tok_per_sec=rate, mem_mib=memory,
                   eta_s=eta_s, epoch=epoch)
@@ -413,9 +402,6 @@ class TokenLoader:
             ids = ids.pin_memory()  # so that the copy does not wait for the device
         return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
 
-    def epochs(self, step: int) -> float:
-        return step * self.step_tokens / self.epoch_tokens
-
 @lru_cache(maxsize=2)  # a step can end in the next epoch
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
@@ -461,9 +447,10 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
-def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
-    """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8
-    bytes of the targets. Raises ValueError if they are too few or contradict the manifest."""
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
+    """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8 bytes
+    of the targets; the SHA-256 of shards in the manifest. Raises ValueError if they contradict it
+    or are too few."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
@@ -476,71 +463,108 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int]:
     path = Path(config.data_path, "manifest.json")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        split = manifest.get("splits", {}).get("val", {})
-        wanted = [split.get("tokens", found[0]), split.get("decoded_bytes", found[1])]
-    except (ValueError, AttributeError) as error:
+        splits = manifest.get("splits", {})
+        wanted = [splits.get("val", {}).get("tokens", found[0]),
+                  splits.get("val", {}).get("decoded_bytes", found[1])]
+        digests = {shard["file"]: shard.get("sha256")
+                   for split in splits.values() for shard in split.get("shards", [])}
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
     require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
             f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
-    return kind, tokens[:cut + 1], int(target_bytes[:cut].sum(dtype=np.int64))
+    return kind, tokens[:cut + 1], int(target_bytes[:cut].sum(dtype=np.int64)), digests
 
 # ---- Model -------------------------------------------------------------------------------------
-def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) over the last dimension; bfloat16's epsilon would swamp small values."""
-    return F.rms_norm(x, (x.size(-1),), eps=1.19e-7)
+def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+    """gain * x / sqrt(mean(x^2)) over the last dimension; one product, so one gradient pass."""
+    factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
+    return (x * (factors * gain)).to(x.dtype)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x (B, H, T, C) in two halves; cos, sin (T, C/2)."""
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) in two halves; cos, sin (T, 1, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, repeat_kv: bool) -> Tensor:
+class BlockAttention(torch.autograd.Function):
+    """Causal attention of q, k, v (B, H, T, C) for CPUs: PyTorch's flash kernel forward; backward,
+    where that is slow, products of four blocks of queries with the keys up to the block's end."""
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, log_sums = kernel(q, k, v, is_causal=True)  # log_sums of the exponentials: (B, H, T)
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y, log_sums = ctx.saved_tensors
+        scale = q.size(3) ** -0.5
+        means = (dy.float() * y.float()).sum(3, keepdim=True)
+        size = math.ceil(q.size(2) / 4)
+        blocks = zip(*(t.split(size, dim=2) for t in (q, dy, log_sums[..., None], means)))
+        dq, dk, dv = [], 0.0, 0.0
+        for i, (q_i, dy_i, log_sum, mean) in enumerate(blocks):
+            k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
+            p = ((q_i @ k_i.mT).float() * scale - log_sum).exp().tril(i * size)
+            ds = (p * ((dy_i @ v_i.mT).float() - mean) * scale).to(q.dtype)
+            later_keys = (0, 0, 0, k.size(2) - k_i.size(2))
+            dq.append(ds @ k_i)
+            dk = dk + F.pad(ds.mT @ q_i, later_keys).float()
+            dv = dv + F.pad(p.to(q.dtype).mT @ dy_i, later_keys).float()
+        return torch.cat(dq, dim=2), dk.to(q.dtype), dv.to(q.dtype)
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, T, C)."""
     groups = q.size(1) // k.size(1)
-    if repeat_kv:
+    if groups > 1 and kernel in REPEATING:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
+    if kernel == "blocks":
+        return BlockAttention.apply(q, k, v)
     grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-class CastLinear(nn.Linear):
-    """A linear layer whose float32 weight is cast to the input's type where it is used."""
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x (..., D) @ weight.T (D, N) * scale (N,) in x's type. The scale multiplies the weight,
+    which is smaller than the output."""
+    if scale is not None:
+        weight = weight * scale[:, None]
+    return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
     """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
     def __init__(self, config: Config):
         super().__init__()
         width = config.model_dim
-        self.head_width = width // config.num_heads
-        kv_width = self.head_width * config.num_kv_heads
-        self.repeat_kv = config.attn in REPEATING and kv_width != width
-        self.c_q = CastLinear(width, width, bias=False)
-        self.c_k = CastLinear(width, kv_width, bias=False)
-        self.c_v = CastLinear(width, kv_width, bias=False)
-        self.proj = CastLinear(width, width, bias=False)
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.kernel = config.attn
+        self.c_q = nn.Linear(width, width, bias=False)
+        self.c_k = nn.Linear(width, kv_width, bias=False)
+        self.c_v = nn.Linear(width, kv_width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q = self.c_q(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, H, T, C)
-        k = self.c_k(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, K, T, C)
-        v = self.c_v(x).view(B, T, -1, self.head_width).transpose(1, 2)
-        q = rotate(rms_norm(q), cos, sin) * self.q_gain.to(q.dtype)[:, None, None]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
+        qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
+        q, k, v = qkv.split(self.heads, dim=2)
+        q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
-        y = causal_attention(q, k, v, self.repeat_kv)
-        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
+        y = causal_attention(q, k, v, self.kernel)
+        return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
 
 class MLP(nn.Module):
     """Two linear layers with a squared ReLU between them (arXiv:2109.08668)."""
     def __init__(self, config: Config):
         super().__init__()
-        self.fc = CastLinear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
-        self.proj = CastLinear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+        self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = nn.Linear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x)).square())
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = F.relu(linear(x, self.fc.weight)).square()
+        return linear(hidden, self.proj.weight, scale)
 
 class Block(nn.Module):
     """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
@@ -556,8 +580,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x), cos, sin)
-        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
+        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale)
+        return x + self.mlp(rms_norm(x), self.mlp_scale)
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
@@ -570,7 +594,7 @@ class GPT(nn.Module):
         self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
-        self.lm_head = None if tied else CastLinear(config.model_dim, rows, bias=False)
+        self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, config.model_dim))
         half_head = config.model_dim // config.num_heads // 2
@@ -594,7 +618,7 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type."""
         positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32)
-        angles = torch.outer(positions, self.frequencies)  # (T, C/2)
+        angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
@@ -610,13 +634,18 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits (B, T, V) in the compute type from `hidden`'s (B, T, D)."""
         head = self.tok_emb if self.lm_head is None else self.lm_head
-        logits = F.linear(rms_norm(x), head.weight.to(x.dtype))
+        logits = linear(rms_norm(x), head.weight)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D)."""
-        return F.cross_entropy(self.logits(x).float().flatten(0, 1), targets.flatten())
+        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D).
+        Targets of -1 do not count. Comparing ids needs no scatter over the logits in backward."""
+        logits = self.logits(x).float()
+        is_target = torch.arange(logits.size(-1), device=x.device) == targets[..., None]
+        nats = logits.logsumexp(-1) - logits.where(is_target, 0).sum(-1)
+        counted = targets >= 0
+        return (nats * counted).sum() / counted.sum()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.hidden(tokens), targets)
@@ -630,21 +659,20 @@ class GPT(nn.Module):
 
 def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
     """Enable one attention kernel alone; return its output and gradients for a random row of the
-    run's heads. Raises RuntimeError if it does not run."""
-    cuda = torch.backends.cuda
-    switches = {"flash": cuda.enable_flash_sdp, "cudnn": cuda.enable_cudnn_sdp,
-                "efficient": cuda.enable_mem_efficient_sdp, "math": cuda.enable_math_sdp}
-    for name, switch in switches.items():
-        switch(name == kernel)
+    run's heads. Raises RuntimeError, ImportError or AttributeError if it does not run."""
+    if kernel == "flash3":  # FlashAttention-3 replaces the flash kernel (PyTorch 2.11, Hopper)
+        nn.attention.activate_flash_attention_impl("FA3")
+    for name in SDPA:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel.removesuffix("3") in name)
     most = 8192 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
-    shape = (min(config.train_seq_len, most), config.model_dim // config.num_heads)
-    generator = torch.Generator().manual_seed(0)
-    inputs = []
-    for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads):
-        values = torch.randn(1, heads, *shape, generator=generator)
-        inputs.append(values.to(device, getattr(torch, config.dtype)).requires_grad_())
+    width = config.model_dim // config.num_heads
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shape = (1, sum(heads), min(config.train_seq_len, most), width)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = values.to(device, getattr(torch, config.dtype))
+    inputs = [part.detach().requires_grad_() for part in values.split(heads, dim=1)]
     with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
-        y = causal_attention(*inputs, repeat_kv=kernel in REPEATING)
+        y = causal_attention(*inputs, kernel)
         y.backward(y.detach())
     return [y.detach(), *(x.grad for x in inputs)]
 
@@ -655,12 +683,14 @@ def choose_attention(config: Config, device: torch.device) -> str:
         return "math"
     kernels = ["flash", "cudnn", "efficient", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-        kernels = ["cudnn", "flash", "efficient", "math"]  # by public reports
+        kernels = ["flash3", "cudnn", "flash", "efficient", "math"]  # by public reports
+    elif device.type == "cpu" and config.compile == "1" and config.train_seq_len <= 1024:
+        kernels = ["blocks", *kernels]  # by records/speed.md
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
             results = try_attention(kernel, config, device)
-        except RuntimeError as error:
+        except (RuntimeError, ImportError, AttributeError) as error:
             reason = str(error)
             continue
         differences = [float((x - wanted).float().norm() / wanted.float().norm())
@@ -721,7 +751,7 @@ class Muon(torch.optim.Optimizer):
             if self.ranks.world_size > 1:
                 part = updates.contiguous()
                 updates = part.new_empty(share * self.ranks.world_size, *shape)
-                dist.all_gather(list(updates.split(share)), part)
+                dist.all_gather_into_tensor(updates, part)
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
@@ -752,9 +782,9 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     """The factor on the base learning rates in `step`, begun after `elapsed_ms`. Under a wall-clock
     cap, warmdown follows time; cosine (arXiv:1608.03983) whichever limit comes first."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-    warmup = config.lr_warmup_steps
     if config.lr_schedule == "cosine":
-        done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
+        steps = max(1, config.iterations - config.lr_warmup_steps)
+        done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
         decay = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_iters <= 0:
         decay = 1.0
@@ -764,7 +794,7 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     else:
         decay = max(0, config.iterations - step) / config.warmdown_iters
     decayed = config.min_lr + (1 - config.min_lr) * min(1.0, decay)
-    return min((step + 1) / max(1, warmup), decayed)
+    return min((step + 1) / max(1, config.lr_warmup_steps), decayed)
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
@@ -786,10 +816,10 @@ def evaluate(run: "Run") -> tuple[float, float]:
         span = torch.from_numpy(span).to(ranks.device)
         missing = (0, 0, 0, batch - (stop - start))
         inputs = F.pad(span[:-1].view(-1, length), missing)
-        targets = F.pad(span[1:].view(-1, length), missing, value=-100)  # left out of the mean
+        targets = F.pad(span[1:].view(-1, length), missing, value=-1)  # not counted
         nats += run.model(inputs, targets).to(device).double() * (stop - start) * length
-    ranks.average([nats])
-    total = nats.item() * ranks.world_size
+    ranks.sum([nats])
+    total = nats.item()
     return total / (rows * length), total / math.log(2) / run.val_bytes
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -1014,7 +1044,8 @@ class Run:
         self.signals = []  # received by this process
         self.stop_signal = 0  # received by any rank when the ranks last agreed
         self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
-        self.tokenizer_kind, self.val_tokens, self.val_bytes = load_validation(config)
+        validation = load_validation(config)
+        self.tokenizer_kind, self.val_tokens, self.val_bytes, self.data_sha256 = validation
         self.loader = TokenLoader(config, ranks) if config.iterations else None
         torch.manual_seed(config.seed)
         self.model = GPT(config)
@@ -1023,11 +1054,9 @@ class Run:
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        try:
-            Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-            require(os.access(config.out_dir, os.W_OK), "it cannot be written to")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"OUT_DIR={config.out_dir!r}: {error}; use another folder") from None
+        if not Path(config.out_dir).is_dir():
+            os.makedirs(config.out_dir)
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
         self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
         announce(self, overrides)
         if checkpoint:
@@ -1079,11 +1108,11 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     rows = config.micro_batch_tokens // config.train_seq_len
     loss_sum = torch.zeros((), device=run.ranks.device)
     for x, y in list(zip(inputs.split(rows), targets.split(rows)))[:micro_batches]:
-        loss = run.model(x, y) * (len(x) / len(inputs))
+        loss = run.model(x, y) * (len(x) / len(inputs) / run.ranks.world_size)
         run.scaler.scale(loss).backward()
         loss_sum += loss.detach()
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    run.ranks.average([*grads, loss_sum])
+    run.ranks.sum([*grads, loss_sum])
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
@@ -1149,17 +1178,11 @@ def train(run: Run) -> None:
         eta_s = max(0.0, min(run.cap_ms - run.time_ms, steps_left_ms)) / 1000
         if log_this or run.time_ms >= run.cap_ms:
             log_step(run, loss.item(), norm.item(), eta_s)
-        log.progress(f"step {run.step}, {eta_s / 60:.1f} minutes left")
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{run.time_ms:.0f}ms "
                  f"step:{run.step}/{config.iterations}")
-    if run.loader:
-        epochs = run.loader.epochs(run.step)
-        unique = min(run.step * run.loader.step_tokens, run.loader.epoch_tokens)
-        log.line(f"train_loader:epochs:{epochs:.3f} unique_tokens:{unique} of {run.loader.tokens}")
-        log.event("data", epochs=epochs, unique_tokens=unique, tokens=run.loader.tokens)
     log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
              f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
 
@@ -1191,7 +1214,9 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         native = bfloat16_is_native(ranks.device)
         config = replace(config, dtype="bfloat16" if native else other)
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
-    compiles = "1" if device == "cuda" or (device == "cpu" and builds) else "0"
+    compiles = device == "cuda" or (device == "cpu" and builds)
+    if config.compile == "auto":
+        config = replace(config, compile="1" if compiles else "0")
     # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
@@ -1202,37 +1227,29 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                 f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
     tokens = round(config.train_batch_tokens / least) * least
     rows = tokens // (ranks.world_size * length)  # of a rank
-    limit = config.micro_batch_tokens or rows // spans_per_rank * length
-    if device == "mps" and not config.micro_batch_tokens:  # its attention stores all scores
-        limit = length
-    if device == "cpu" and not config.micro_batch_tokens:  # activations of 2 MB stay in its cache
-        limit = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
+    cached = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
+    limits = {"cpu": cached,  # activations of 2 MB stay in its cache
+              "mps": length}  # its attention stores all scores
+    limit = config.micro_batch_tokens or limits.get(device, rows // spans_per_rank * length)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
     new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     return replace(config, device=device, run_id=config.run_id or new_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
-                   compile=compiles if config.compile == "auto" else config.compile,
                    fused=config.fused and device != "mps")
 
 def announce(run: Run, overrides: dict) -> None:
     """Log the data, the model and the settings, in the lines that the published trainer prints."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    names = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
-    backends = " ".join(f"{name}={kernel == c.attn}" for kernel, name in names.items())
+    backends = " ".join(f"{name}={c.attn.removesuffix('3') in name}" for name in SDPA)
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
-    path = Path(c.data_path, "manifest.json")
-    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    splits = manifest.get("splits", {}).values()
-    digests = {shard["file"]: shard.get("sha256")
-               for split in splits for shard in split.get("shards", [])}
     run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
                   world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
                   flops_per_token=run.model.flops_per_token(), val_tokens=val_tokens,
-                  val_bytes=run.val_bytes, data_sha256=digests)
+                  val_bytes=run.val_bytes, data_sha256=run.data_sha256)
     run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
@@ -1273,8 +1290,7 @@ def main() -> None:
         text = str(error)
         if "out of memory" not in text and "t allocate memory" not in text:
             raise
-        sys.exit(f"{name}: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS, TRAIN_SEQ_LEN, "
-                 "MODEL_DIM or NUM_LAYERS, or set COMPILE=1")
+        sys.exit(f"{name}: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()
