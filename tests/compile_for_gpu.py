@@ -1,0 +1,343 @@
+"""Compile the training step's graph for an H100 on a machine that has none; count its kernels and bytes.
+
+    python tests/compile_for_gpu.py                        every case, compared with compile_for_gpu.json
+    python tests/compile_for_gpu.py default-4096           one case
+    python tests/compile_for_gpu.py --update               write compile_for_gpu.json
+    python tests/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels, to be read
+    python tests/compile_for_gpu.py --quick --script OLD/train_gpt.py NUM_LAYERS=2     another script, more settings
+
+The exit status is 1 if a count differs by more than 2 % from the committed one, or if the graph does not compile.
+
+It needs a CUDA build of the PyTorch named in compile_for_gpu.json (5.5 GB in a virtual environment of its own), but
+no driver. It traces forward and backward of one micro-batch with fake tensors, lets Inductor write kernels for compute
+capability 9.0, and compiles each of them with ptxas. Attention is an opaque kernel in the graph, as the kernels of
+PyTorch are to Inductor. Nothing is executed: this shows that the graph compiles and what it reads and writes, not
+that its results are right. The milliseconds are calculated, with the rates below.
+"""
+import argparse
+import collections
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+import torch
+
+TABLE = Path(__file__).with_suffix(".json")
+TOLERANCE = 0.02  # of the counts in the table
+CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
+    "default-4096": (12, ""),
+    "default-1024": (48, "TRAIN_SEQ_LEN=1024"),
+    "124M-1024": (8, "TRAIN_SEQ_LEN=1024 NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 "
+                     "VOCAB_SIZE=50304"),
+    "11-layers-2048": (24, "TRAIN_SEQ_LEN=2048 NUM_LAYERS=11 MLP_MULT=3 VOCAB_SIZE=8192"),
+}
+# What kernels reach on an H100, in FLOP/s, bytes/s and seconds a launch. With these the published trainer's model
+# takes close to the 52.0 ms a step that its log shows between two ends of shards on 8 GPUs.
+PRODUCT = 600e12
+MEMORY = 2.7e12
+LAUNCH = 2e-6
+ATTENTION = {"flash": (300e12, 250e12), "cudnn": (400e12, 340e12)}  # causal, width 64: forward, backward
+
+
+class H100:
+    name = "NVIDIA H100 80GB HBM3"
+    major = 9
+    minor = 0
+    total_memory = 80 << 30
+    multi_processor_count = 132
+    regs_per_multiprocessor = 65536
+    max_threads_per_multi_processor = 2048
+    max_threads_per_block = 1024
+    warp_size = 32
+    shared_memory_per_block_optin = 232448
+    shared_memory_per_multiprocessor = 233472
+    L2_cache_size = 50 << 20
+    gcnArchName = ""
+
+
+class Planned(Exception):
+    """Raised in place of loading the generated code, which would need a GPU."""
+
+
+def pretend_to_have_an_h100() -> None:
+    """Answer what Inductor and Triton ask of the device and its driver before they compile."""
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+
+    def answer(value):
+        return lambda *_, **__: value
+
+    answers = {"get_device_properties": H100(), "get_compute_capability": 90, "is_available": True, "current_device": 0,
+               "device_count": 1, "is_triton_capable": True, "raise_if_triton_unavailable": None,
+               "is_bf16_supported": True, "get_raw_stream": 0}
+    for name, value in answers.items():
+        setattr(CudaInterface, name, staticmethod(answer(value)))
+    CudaInterface.Worker.get_device_properties = staticmethod(answer(H100()))
+    CudaInterface.Worker.current_device = staticmethod(answer(0))
+    for name, value in {"get_device_properties": H100(), "get_device_capability": (9, 0), "current_device": 0,
+                        "device_count": 1, "get_device_name": H100.name}.items():
+        setattr(torch.cuda, name, answer(value))
+    driver = type("Driver", (), {"get_current_target": answer(GPUTarget("cuda", 90, 32)),
+                                 "get_current_device": answer(0), "get_current_stream": answer(0)})
+    triton.runtime.driver.set_active(driver())
+    triton_helpers.set_driver_to_gpu = lambda: None
+
+
+def define_attention() -> None:
+    """Define attention as an operator that Inductor does not look into. Outputs are laid out as flash's are."""
+    def like(t):
+        return t.new_empty(t.size(0), t.size(2), t.size(1), t.size(3)).transpose(1, 2)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    attention = torch.library.custom_op("plan::attention", forward, mutates_args=())
+    attention_backward = torch.library.custom_op("plan::attention_backward", backward, mutates_args=())
+    attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+    attention_backward.register_fake(lambda grad, q, k, v, out, lse: tuple(map(like, (q, k, v))))
+    attention.register_autograd(
+        lambda ctx, grad, _: torch.ops.plan.attention_backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+
+def bytes_of(layout_of) -> int:
+    """The bytes of an Inductor buffer or view."""
+    return math.prod(int(n) for n in layout_of.get_size()) * layout_of.get_dtype().itemsize
+
+
+def traffic(node) -> int:
+    """The bytes that a scheduled node reads and writes, each element once."""
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.virtualized import V
+    if type(node).__name__ == "ExternKernelSchedulerNode":
+        if type(node.node).__name__ == "MultiOutput":  # counted with the kernel that has several
+            return 0
+        outputs = getattr(node.node, "outputs", None) or [node.node]
+        tensors = [t for t in (*node.node.inputs, *outputs) if hasattr(t, "get_size")]
+        return sum(bytes_of(t) for t in tensors)
+    inside = set() if not hasattr(node, "snodes") else {
+        name for part in node.snodes for name in part.get_buffer_names()
+        if all(user.node in node.snodes for user in V.graph.scheduler.name_to_buf[name].users)}
+    elements = collections.Counter()
+    for dep in node.read_writes.reads | node.read_writes.writes:
+        if isinstance(dep, MemoryDep) and dep.name not in inside:
+            size = int(V.graph.sizevars.optimization_hint(dep.get_numel(), fallback=0))
+            elements[dep.name] = max(elements[dep.name], size)  # its other reads are of the same elements
+    total = 0
+    for name, size in elements.items():
+        buffer = V.graph.get_buffer(name) or V.graph.graph_inputs[name]
+        total += min(size * buffer.get_dtype().itemsize, bytes_of(buffer))
+    return total
+
+
+def kind_of(node) -> str:
+    """attention, product, elementwise, or the name of another kernel."""
+    kernel = getattr(getattr(node, "node", None), "python_kernel_name", None) or ""
+    if "plan.attention" in kernel:
+        return "attention"
+    if re.search(r"\b(add|b?addb?)?b?mm\b", kernel):
+        return "product"
+    return "elementwise" if type(node).__name__ != "ExternKernelSchedulerNode" else ""
+
+
+def flops_of(node, kind: str) -> float:
+    """FLOP of a product or of causal attention; 0 for other kernels."""
+    if kind == "product":
+        a, b = [[int(n) for n in t.get_size()] for t in node.node.inputs[-2:]]
+        return 2.0 * math.prod(a) * b[-1]
+    if kind == "attention":
+        is_backward = "backward" in node.node.python_kernel_name
+        b, h, t, c = (int(n) for n in node.node.inputs[1 if is_backward else 0].get_size())
+        return (2.5 if is_backward else 1) * 2 * b * h * t * t * c  # half of 4 T T C
+    return 0.0
+
+
+def lower(gm, inputs, is_backward: bool, plans: dict) -> None:
+    """Lower one half of the graph for a fake CUDA device; keep its nodes and its code."""
+    from torch._inductor import compile_fx, graph
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+    gm.recompile()
+    with mode:
+        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                  if isinstance(t, torch.Tensor) else t for t in inputs]
+    FakeTensorProp(gm, mode=mode).propagate_dont_convert_inputs(*inputs)
+
+    def keep(lowering):
+        code, _ = lowering.codegen()
+        nodes = []
+        for node in lowering.scheduler.nodes:
+            kind = kind_of(node)
+            names = " ".join(sorted(str(origin) for part in node.get_nodes() for origin in
+                                    getattr(part.node, "origins", ())))
+            nodes.append((kind, traffic(node), flops_of(node, kind), names))
+        plans[is_backward] = nodes, getattr(code, "value", code)
+        raise Planned
+
+    graph.GraphLowering.compile_to_module = keep
+    try:
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            compile_fx.compile_fx_inner(gm, inputs, is_backward=is_backward)
+    except Exception as error:
+        while error and not isinstance(error, Planned):
+            error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        if not error:
+            raise
+
+
+def plan(trainer, config, rows: int) -> dict:
+    """The nodes and the code of forward and backward of a micro-batch, by whether it is the backward."""
+    from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
+    from torch._functorch import config as functorch_config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    plans = {}
+    trainer.causal_attention = lambda q, k, v, *_: torch.ops.plan.attention(q, k, v)[0]
+    model = trainer.GPT(config)
+    functorch_config.force_non_lazy_backward_lowering = True
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, t in [(name, t) for name, t in table.items() if t is not None]:
+                    fake = torch.empty(t.shape, dtype=t.dtype)
+                    table[name] = torch.nn.Parameter(fake) if table is module._parameters else fake
+        tokens = torch.empty(rows, config.train_seq_len, dtype=torch.int64)
+
+        def backend(gm, inputs):
+            def half(is_backward):
+                return lambda g, i: (lower(g, i, is_backward, plans), g)[1]
+            return aot_module_simplified(gm, inputs, fw_compiler=half(False), bw_compiler=half(True),
+                                         partition_fn=min_cut_rematerialization_partition,
+                                         decompositions=select_decomp_table())
+
+        try:
+            torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(tokens, tokens)
+        except Exception:  # the halves that were kept cannot be run
+            if len(plans) < 2:
+                raise
+    return plans
+
+
+def compile_kernels(plans: dict) -> int:
+    """Compile every Triton kernel with ptxas, in every variant; return how many kernels there are."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    names = set()
+    inductor_config.use_static_triton_launcher = False
+
+    def precompile(self, *_, **__):
+        for config in self.configs:
+            assert self._precompile_config(config).kernel.asm["cubin"]
+        names.add(self.fn.__name__)
+
+    CachingAutotuner.precompile = precompile
+    for _, code in plans.values():
+        PyCodeCache.load(code)
+    return len(names)
+
+
+def count(plans: dict) -> dict:
+    """Kernels, GB and TFLOP of each kind, and the calculated ms of the micro-batch with each attention."""
+    row = {}
+    for kind in ("attention", "elementwise", "product"):
+        nodes = [node for half, _ in plans.values() for node in half if node[0] == kind]
+        row[f"{kind} kernels"] = len(nodes)
+        row[f"{kind} GB"] = round(sum(node[1] for node in nodes) / 1e9, 3)
+        if kind != "elementwise":
+            row[f"{kind} TFLOP"] = round(sum(node[2] for node in nodes) / 1e12, 3)
+    for name, rates in ATTENTION.items():
+        seconds = 0.0
+        for is_backward, (nodes, _) in plans.items():
+            for kind, size, flops, _ in nodes:
+                rate = rates[is_backward] if kind == "attention" else PRODUCT
+                seconds += max(flops / rate, size / MEMORY) + LAUNCH if kind else 0.0
+        row[f"{name} ms"] = round(1000 * seconds, 2)
+    return row
+
+
+def measure(script: Path, rows: int, settings: list[str], code: Path | None, with_ptxas: bool) -> dict:
+    """Plan a micro-batch of a script's model; return its row of the table. Raises what the compiler raises."""
+    sys.path.insert(0, str(script.resolve().parent))
+    trainer = importlib.import_module(script.stem)
+    config, _ = trainer.load_config([*settings, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
+    plans = plan(trainer, config, rows)
+    row = count(plans)
+    if with_ptxas:
+        row["Triton kernels"] = compile_kernels(plans)
+    if code:
+        code.mkdir(parents=True, exist_ok=True)
+        for is_backward, (nodes, text) in plans.items():
+            name = "backward" if is_backward else "forward"
+            (code / f"{name}.py").write_text(text, encoding="utf-8")
+            lines = [f"{size / 1e6:8.1f} MB  {kind or 'other':12} {origins}" for kind, size, _, origins in nodes]
+            (code / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return row
+
+
+def differences(row: dict, wanted: dict) -> list[str]:
+    """The counts of a row that are not within TOLERANCE of the committed ones."""
+    return [f"{key}: {wanted.get(key)} was committed, now {row.get(key)}" for key in sorted({*row, *wanted})
+            if not math.isclose(row.get(key, -1), wanted.get(key, -1), rel_tol=TOLERANCE, abs_tol=1e-3)]
+
+
+def missing() -> str:
+    """Why this machine cannot compile for a GPU; "" if it can."""
+    committed = json.loads(TABLE.read_text(encoding="utf-8"))["torch"] if TABLE.exists() else torch.__version__
+    if torch.version.cuda is None:
+        return (f"PyTorch {torch.__version__} is not a CUDA build; in a virtual environment of its own, "
+                f"pip install torch=={committed.split('+')[0]} numpy sentencepiece tiktoken")
+    if torch.__version__ != committed:
+        return f"the table was made with PyTorch {committed}, and this is {torch.__version__}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="CASE or NAME=value", help=", ".join(CASES))
+    parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "train_gpt.py")
+    parser.add_argument("--code", type=Path, help="a folder for the generated code and the list of kernels")
+    parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
+    parser.add_argument("--quick", action="store_true", help="leave ptxas out")
+    options = parser.parse_args()
+    if (reason := missing()) and not options.update:
+        sys.exit(f"compile_for_gpu.py: {reason}")
+    extra = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if "=" not in word] or list(CASES)
+    if unknown := set(names) - CASES.keys():
+        sys.exit(f"compile_for_gpu.py: {', '.join(unknown)} is not a case; the cases are {', '.join(CASES)}")
+    pretend_to_have_an_h100()
+    define_attention()
+    table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {"cases": {}}
+    found = {}
+    for name in names:
+        torch.compiler.reset()
+        rows, settings = CASES[name]
+        place = options.code / name if options.code else None
+        found[name] = measure(options.script, rows, settings.split() + extra, place, not options.quick)
+        print(name, *(f"{key}: {value}" for key, value in found[name].items()), sep="\n    ", flush=True)
+    if options.update:
+        table = {"torch": torch.__version__, "cases": {**table["cases"], **found}}
+        TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    elif not extra and not options.quick:
+        problems = [f"{name}: {text}" for name in names for text in differences(found[name], table["cases"][name])]
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
