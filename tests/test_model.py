@@ -214,9 +214,11 @@ def test_gradients_by_blocks_are_causal():
     _, dq, dk, dv = attention_and_gradients("blocks", q, k, v, dy)
     for t in (0, 20, 31, 59):
         later = torch.arange(61)[:, None] > t
-        other = attention_and_gradients("blocks", q, torch.where(later, 1000 * v, k), torch.where(later, 1000 * k, v), dy)
+        other_k, other_v = torch.where(later, 1000 * v, k), torch.where(later, 1000 * k, v)
+        other = attention_and_gradients("blocks", q, other_k, other_v, dy)
         assert torch.equal(other[1][:, :, :t + 1], dq[:, :, :t + 1]) and not torch.equal(other[1], dq)
-        other = attention_and_gradients("blocks", torch.where(later, q, 1000 * k), k, v, torch.where(later, dy, 1000 * q))
+        other_q, other_dy = torch.where(later, q, 1000 * k), torch.where(later, dy, 1000 * q)
+        other = attention_and_gradients("blocks", other_q, k, v, other_dy)
         for before, after in ((dk, other[2]), (dv, other[3])):
             assert torch.equal(after[:, :, t + 1:], before[:, :, t + 1:]) and not torch.equal(after, before)
 
@@ -240,7 +242,7 @@ def test_flash3_without_its_package_or_in_an_older_pytorch(monkeypatch, missing)
                             lambda implementation: importlib.import_module(missing), raising=False)
     else:
         monkeypatch.delattr(attention, missing, raising=False)
-    with pytest.raises(ValueError, match=f"ATTN=flash3 does not run float32 heads of width 16 here: .*{missing}.*ATTN=auto"):
+    with pytest.raises(ValueError, match=f"ATTN=flash3 does not run float32 heads .*: .*{missing}.*; try ATTN=auto"):
         train_gpt.choose_attention(tiny_config(attn="flash3"), CPU)
 
     def stand_in(kernel, config, device):
@@ -262,7 +264,8 @@ def test_flash3_is_activated_and_uses_the_switch_of_flash(monkeypatch):
     assert not (flags.cudnn_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled())
 
 
-@pytest.mark.parametrize("capability, first", [((9, 0), "flash3"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
+@pytest.mark.parametrize("capability, first", [
+    ((9, 0), "flash3"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
 def test_flash3_comes_first_on_hopper_only(monkeypatch, capability, first):
     tried = []
 
