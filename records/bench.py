@@ -127,7 +127,7 @@ def phases_worker(skip: int, output: str) -> None:
             measure_calls("load", run.loader, "batch", run.ranks)
             measure_calls("forward", type(run.model), "__call__", run.ranks)
             measure_calls("backward", torch.Tensor, "backward", run.ranks)
-            measure_calls("synchronise", train_gpt.Ranks, "average", run.ranks)
+            measure_calls("synchronise", train_gpt.Ranks, "sum", run.ranks)
             for optimizer in run.optimizers:
                 measure_calls("optimizer", optimizer, "step", run.ranks)
         result = plain_step(run, *args, **kwargs)

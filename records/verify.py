@@ -48,7 +48,7 @@ ACCEPTED_SCRIPTS = {"3f82a1a173129f609441fc05108900126f716498e502d342618e0b86268
 # ---- Slack, and why --------------------------------------------------------------------------------
 ROUNDING = 1e-9  # sums of the same floats in another order
 RATE_ROUNDING = 1e-6  # relative; the clock of two events is a difference of large floats
-CLOCK_SHARE = 0.05  # the wall clock includes logging and the progress line
+CLOCK_SHARE = 0.05  # the wall clock includes logging
 CLOCK_MS = 250  # a slow disk under the log
 LAST_MS = 1000  # a run may pass the cap by an average step and this much for a hiccup
 EVALUATION_SECONDS = 10  # between export and score the artifact is read back and sent to all ranks
@@ -236,7 +236,6 @@ def summarize(events: list[dict], versions: str, lines: list[str]) -> dict:
         "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": seed["eval_time_ms"] / 1000,
         "wall_seconds": seed["elapsed_s"], "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
         "python": python[1] if python else "",
-        "unique_tokens": last["data"]["unique_tokens"] if "data" in last else 0,
         "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1])}
 
 
@@ -432,8 +431,7 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     against = compare_scores(track, seeds, rivals)
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
-                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed",
-                "unique_tokens")
+                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed")
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]

@@ -1,5 +1,6 @@
 """The byte count: what every kind of tokenizer is charged equals the bytes of the documents."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import prepare
 import pytest
 import shards
 import train_gpt
-from conftest import tiny_config
+from conftest import tiny_config, write_shard
 
 TRAPS = [
     "plain words, then a full stop.", " one leading space", "  two leading spaces", "trailing space ", "trailing  ",
@@ -79,7 +80,8 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     out, val = tmp_path / "set", TRAPS if tokenizer == "sp320" else [*TRAPS, MARKED]
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / ("val.jsonl" if val is TRAPS else "marked.jsonl"),
                 "--tokenizer", tokenizer, "--out", out)
-    manifest, _, (_, tokens, charged) = load(out, str(out / file) if file else tokenizer)
+    manifest, _, (_, tokens, charged, digests) = load(out, str(out / file) if file else tokenizer)
+    assert digests == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")}
     split = manifest["splits"]["val"]
     assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
     assert split["original_per_decoded_byte"] == 1.0 and not manifest["tokenizer"]["changes_text"]
@@ -92,7 +94,7 @@ def test_models_that_change_text_are_charged_what_is_left(corpus, tmp_path, monk
     out, path = tmp_path / "set", corpus / f"{model}.model"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
                 "--out", out)
-    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
     import sentencepiece
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = [processor.encode(text) for text in TRAPS]
@@ -130,7 +132,7 @@ def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
     train = write_jsonl(tmp_path / "train.jsonl", ["".join(random.choice(list("天地玄黃宇宙洪荒日月盈昃"), 80)) for _ in range(200)])
     val, out = write_jsonl(tmp_path / "val.jsonl", ["天 地  玄 a b c"]), tmp_path / "set"
     run_prepare(monkeypatch, train, "--val-file", val, "--tokenizer", "sp300", "--out", out)
-    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
     assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode())
 
 
@@ -139,7 +141,7 @@ def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
     out = tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "marked.jsonl", "--tokenizer", "sp320",
                 "--out", out)
-    manifest, _, (_, _, charged) = load(out, str(out / "tokenizer.model"))
+    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
     split = manifest["splits"]["val"]
     assert split["bytes"] == TRAPS_BYTES + len(MARKED.encode()) and split["changed_documents"] == 1
     assert charged == split["bytes"] - 2 * MARKED.count("\u2581")
@@ -163,6 +165,14 @@ def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
     other = train_gpt.replace(config, tokenizer_path=str(corpus / "normalising.model"))
     with pytest.raises(ValueError, match="the score would be wrong"):
         train_gpt.load_validation(other)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"splits": []}', '{"splits": {"val": {"shards": [{}]}}}'])
+def test_a_damaged_manifest_is_an_error(tmp_path, text):
+    write_shard(tmp_path / "x_val_000000.bin", [1] * 40)
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match="manifest.json is damaged: "):
+        train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
 
 
 def test_vocabulary_and_tokenizer_must_agree(corpus):

@@ -170,14 +170,6 @@ def test_help_names_every_variable(tmp_path):
     assert headings[0] == "Run and data:" and "Model:" in headings and len(headings) == 7
 
 
-@pytest.mark.parametrize("name", train_gpt.GONE)
-def test_a_variable_that_is_gone_says_what_replaced_it(name):
-    for arguments, environment in (([f"{name}=1"], {}), ([], {name: "1"})):
-        with pytest.raises(ValueError, match=f"{name} is no longer a variable: ") as error:
-            train_gpt.load_config(arguments, environment)
-        assert train_gpt.GONE[name] in str(error.value)
-
-
 def test_a_typo_ends_the_script_with_one_line(tmp_path):
     result = run_trainer(tmp_path, environment={"MATRX_LR": "0.1"})
     assert result.returncode == 1 and result.stdout == ""

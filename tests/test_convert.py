@@ -59,7 +59,7 @@ def test_documents_that_start_with_bos_are_kept_as_they_are(tmp_path, monkeypatc
             np.save(source / f"edu_{split}_000000.npy", tokens.astype(np.int64 if "int64" in kind else np.uint16))
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000",
                *["--headerless"] * (kind == "headerless"))
-    manifest, config, (_, tokens, charged) = load(out)
+    manifest, config, (_, tokens, charged, _) = load(out)
     assert tokens.tolist() == byte_stream(TEXTS) and manifest["splits"]["val"]["original_per_decoded_byte"] == 1.0
     assert shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 30)
     assert charged == manifest["splits"]["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS)
@@ -76,7 +76,7 @@ def test_a_token_at_the_end_of_documents_moves_to_their_start(tmp_path, monkeypa
         (source / f"{split}_0.bin").write_bytes(tokens[:20].tobytes())
         (source / f"{split}_1.bin").write_bytes(tokens[20:].tobytes())
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
-    _, config, (_, tokens, _) = load(out)
+    _, config, (_, tokens, _, _) = load(out)
     assert tokens.tolist() == byte_stream(TEXTS) and shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 9)
 
 
@@ -89,7 +89,7 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     out = tmp_path / "set"
     convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl",
                "--headerless")
-    manifest, _, (kind, tokens, _) = load(out)
+    manifest, _, (kind, tokens, _, _) = load(out)
     assert (kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
     assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
     assert shards.load_tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
@@ -128,7 +128,7 @@ def test_gpt2_tokens(tmp_path, monkeypatch):
         np.save(tmp_path / f"edu_{split}_000000.npy", np.array(
             [i for text in TEXTS for i in (encoding.eot_token, *encoding.encode_ordinary(text))], dtype=np.uint16))
     convert_to(monkeypatch, tmp_path / "set", tmp_path, "--tokenizer", "gpt2")
-    manifest, _, (kind, _, charged) = load(tmp_path / "set")
+    manifest, _, (kind, _, charged, _) = load(tmp_path / "set")
     assert (kind, charged) == ("tiktoken", len("".join(TEXTS).encode()))
     assert manifest["splits"]["val"]["documents"] == len(TEXTS)
 

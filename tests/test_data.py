@@ -141,7 +141,7 @@ def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader, wor
     again = steps(config, world_size, 4)
     assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
     one = loaders(config, 1)[0]
-    assert one.epochs(3) == 3 and one.epoch_tokens in (1024, 1024 + config.grad_accum_steps)
+    assert one.epoch_tokens == one.step_tokens == (1024 if loader == "shuffled" else 1024 + config.grad_accum_steps)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
@@ -166,14 +166,11 @@ def test_the_start_of_a_piece_is_where_its_first_token_lies(tmp_path, loader):
 
 
 @pytest.mark.parametrize("loader, epoch", [("sequential", 4317), ("shuffled", 134 * 32)])
-def test_epochs(tmp_path, loader, epoch):
+def test_tokens_of_a_step_and_of_an_epoch(tmp_path, loader, epoch):
     config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
-    assert stream.epochs(0) == 0
-    read = 8 * 129 if loader == "sequential" else 32 * 32
-    assert stream.step_tokens == read and stream.epochs(1) == pytest.approx(read / epoch)
-    assert stream.epochs(epoch) == read and stream.tokens == len(tokens) == 4317  # exactly, after so many steps
-    assert stream.epoch_tokens == epoch
+    assert stream.step_tokens == (8 * 129 if loader == "sequential" else 32 * 32)
+    assert stream.epoch_tokens == epoch and stream.tokens == len(tokens) == 4317
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
@@ -204,8 +201,9 @@ def test_a_validation_split_shorter_than_a_row(tmp_path):
 
 def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    kind, tokens, byte_count = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+    kind, tokens, byte_count, digests = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
     assert (kind, len(tokens), byte_count) == ("byte", 65, 63)  # 64 targets, one of them BOS
+    assert digests == {}  # there is no manifest
 
 
 def mutate(random, content: bytes) -> bytes:
@@ -255,7 +253,7 @@ def test_a_thousand_damaged_shards_are_errors_or_read_as_they_are(tmp_path):
             if split == "train":
                 read = train_gpt.TokenLoader(config, one_process()).read(0, len(held))
             else:
-                _, read, charged = train_gpt.load_validation(config)
+                _, read, charged, _ = train_gpt.load_validation(config)
         except ValueError as error:
             assert str(path) in str(error) or proven and "manifest.json says" in str(error) or "too few" in str(error)
             outcomes["error"] += 1

@@ -150,7 +150,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
 def test_the_clock_goes_on_and_the_export_can_be_done_again(checkpointed, tmp_path, monkeypatch, data):
     log = tiny_run(monkeypatch, tmp_path / "again", data, RESUME=checkpoints(checkpointed)[-1], VAL_LOSS_EVERY=0)
     assert artifacts(tmp_path / "again") == artifacts(checkpointed)
-    assert [e["event"] for e in log if e["event"] not in ("data", "val")] == ["config", "resume", "export", "final"]
+    assert [e["event"] for e in log if e["event"] != "val"] == ["config", "resume", "export", "final"]
     assert log[-1]["step"] == 9
     bare = make_shards(tmp_path)
     for path in bare.glob("*_train_*"):  # an export needs none
@@ -417,7 +417,7 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, d
 
 @pytest.mark.parametrize("error, wanted", [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
-     "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS.*TRAIN_SEQ_LEN.*COMPILE"),
+     "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS or MODEL_DIM"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
      "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS")])
 def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, wanted):

@@ -1,12 +1,23 @@
 """The model: what it must not see, the shapes and values that checkpoints agree on, its arithmetic."""
 
+import importlib
 import math
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
 from conftest import tiny_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_the_next_test():
+    """choose_attention switches PyTorch's kernels for the whole process."""
+    yield
+    train_gpt.choose_attention(tiny_config(attn="auto"), CPU)
 
 
 def trained_like(config):
@@ -122,7 +133,8 @@ def reference_logits(model, tokens):
 
 @pytest.mark.parametrize("changes", [
     dict(num_layers=5), dict(num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=False),
-    dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0)])
+    dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0),
+    dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="blocks")])
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))
@@ -134,12 +146,12 @@ def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
     q, k, v = torch.randn(2, 4, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
     results = []
     for asked, wanted in (("math", "math"), ("flash", "flash"), ("auto", "flash")):
-        name = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), torch.device("cpu"))
+        name = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), CPU)
         flags = torch.backends.cuda
         on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
               "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
         assert name == wanted and [key for key, value in on.items() if value] == [name]
-        results += [train_gpt.causal_attention(q, k, v, repeat) for repeat in (False, True)]
+        results += [train_gpt.causal_attention(q, k, v, kernel) for kernel in ("flash", "math")]  # grouped, repeated
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
 
@@ -147,39 +159,114 @@ def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
 def test_a_kernel_that_cannot_be_had_is_an_error():
     """cuDNN's attention is not for CPUs."""
     with pytest.raises(ValueError, match="ATTN=cudnn does not run float32 heads of width 16 here: .*ATTN=auto"):
-        train_gpt.choose_attention(tiny_config(attn="cudnn"), torch.device("cpu"))
-    train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))  # for the tests that follow
+        train_gpt.choose_attention(tiny_config(attn="cudnn"), CPU)
 
 
 def test_a_kernel_whose_gradients_are_wrong_is_passed_over(monkeypatch, capsys):
     """Its output is right, so that only the comparison of gradients can tell."""
     right = train_gpt.causal_attention
 
-    def wrong_in_flash(q, k, v, repeat_kv):
+    def wrong_in_flash(q, k, v, kernel):
         if torch.backends.cuda.flash_sdp_enabled():
-            return right(q, k.detach(), v, repeat_kv) + 0 * k.sum()
-        return right(q, k, v, repeat_kv)
+            return right(q, k.detach(), v, kernel) + 0 * k.sum()
+        return right(q, k, v, kernel)
 
     monkeypatch.setattr(train_gpt, "causal_attention", wrong_in_flash)
-    cpu = torch.device("cpu")
-    assert train_gpt.choose_attention(tiny_config(attn="auto"), cpu) == "math"
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), CPU) == "math"
     assert "attention kernel flash is not used: it differs from the math kernel" in capsys.readouterr().err
     with pytest.raises(ValueError, match="ATTN=flash does not run .*: it differs from the math kernel.*ATTN=auto"):
-        train_gpt.choose_attention(tiny_config(attn="flash"), cpu)
+        train_gpt.choose_attention(tiny_config(attn="flash"), CPU)
     monkeypatch.undo()
-    assert train_gpt.choose_attention(tiny_config(attn="auto"), cpu) == "flash"
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), CPU) == "flash"
 
 
 def test_the_kernels_are_compared_at_the_runs_heads_and_types():
     config = tiny_config(num_heads=4, num_kv_heads=2, dtype="bfloat16")
-    y, q, k, v = train_gpt.try_attention("math", config, torch.device("cpu"))
+    y, q, k, v = train_gpt.try_attention("math", config, CPU)
     assert y.shape == q.shape == (1, 4, 32, 8) and k.shape == v.shape == (1, 2, 32, 8) and y.dtype == torch.bfloat16
     assert all(t.isfinite().all() and t.abs().sum() > 0 for t in (y, q, k, v))
-    train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("capability, first", [((9, 0), "cudnn"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
-def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
+def attention_and_gradients(kernel, q, k, v, dy):
+    """The output of a kernel for q, k and v, and its gradients with respect to them."""
+    train_gpt.choose_attention(tiny_config(attn=kernel), CPU)
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = train_gpt.causal_attention(*inputs, kernel)
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 61, 128, 130])  # four blocks, even, uneven or fewer
+def test_attention_by_blocks_computes_what_the_math_kernel_does(kv_heads, length):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, length, 16).bfloat16().float() for heads in (4, kv_heads, kv_heads, 4)]
+    wanted = attention_and_gradients("math", *inputs)
+    torch.testing.assert_close(attention_and_gradients("blocks", *inputs), wanted, rtol=1e-5, atol=1e-5)
+    rounding = 0.001 * inputs[3].norm() if length == 1 else 0.0  # one token's queries and keys have no gradient
+    for found, right in zip(attention_and_gradients("blocks", *[t.bfloat16() for t in inputs]), wanted, strict=True):
+        assert found.dtype == torch.bfloat16 and (found.float() - right).norm() <= 0.02 * right.norm() + rounding
+
+
+def test_gradients_by_blocks_are_causal():
+    """Those of queries do not depend on later keys, those of keys and values not on earlier queries, however large."""
+    torch.manual_seed(0)
+    q, k, v, dy = torch.randn(4, 1, 2, 61, 8).unbind()
+    _, dq, dk, dv = attention_and_gradients("blocks", q, k, v, dy)
+    for t in (0, 20, 31, 59):
+        later = torch.arange(61)[:, None] > t
+        other_k, other_v = torch.where(later, 1000 * v, k), torch.where(later, 1000 * k, v)
+        other = attention_and_gradients("blocks", q, other_k, other_v, dy)
+        assert torch.equal(other[1][:, :, :t + 1], dq[:, :, :t + 1]) and not torch.equal(other[1], dq)
+        other_q, other_dy = torch.where(later, q, 1000 * k), torch.where(later, dy, 1000 * q)
+        other = attention_and_gradients("blocks", other_q, k, v, other_dy)
+        for before, after in ((dk, other[2]), (dv, other[3])):
+            assert torch.equal(after[:, :, t + 1:], before[:, :, t + 1:]) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("changes, wanted", [
+    (dict(compile="1", train_seq_len=128), "blocks"), (dict(compile="1", train_seq_len=1024), "blocks"),
+    (dict(compile="0", train_seq_len=128), "flash"), (dict(compile="1", train_seq_len=2048), "flash"),
+    (dict(compile="0", train_seq_len=2048, attn="blocks"), "blocks")])
+def test_attention_by_blocks_is_for_compiled_models_with_short_rows(changes, wanted):
+    config = tiny_config(**{"attn": "auto", **changes})
+    assert train_gpt.choose_attention(config, CPU) == wanted
+
+
+@pytest.mark.parametrize("missing", ["flash_attn_interface", "activate_flash_attention_impl"])
+def test_flash3_without_its_package_or_in_an_older_pytorch(monkeypatch, missing):
+    """ATTN=flash3 is an error that names what is missing; ATTN=auto uses cuDNN on Hopper."""
+    attention, real, tried = torch.nn.attention, train_gpt.try_attention, []
+    if missing == "flash_attn_interface":
+        monkeypatch.setitem(sys.modules, missing, None)
+        monkeypatch.setattr(attention, "activate_flash_attention_impl",
+                            lambda implementation: importlib.import_module(missing), raising=False)
+    else:
+        monkeypatch.delattr(attention, missing, raising=False)
+    with pytest.raises(ValueError, match=f"ATTN=flash3 does not run float32 heads .*: .*{missing}.*; try ATTN=auto"):
+        train_gpt.choose_attention(tiny_config(attn="flash3"), CPU)
+
+    def stand_in(kernel, config, device):
+        tried.append(kernel)
+        return real(kernel, config, CPU) if kernel == "flash3" else [torch.ones(2)]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(train_gpt, "try_attention", stand_in)
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == "cudnn"
+    assert tried == ["math", "flash3", "cudnn"]
+
+
+def test_flash3_is_activated_and_uses_the_switch_of_flash(monkeypatch):
+    activated = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
+    assert train_gpt.choose_attention(tiny_config(attn="flash3"), CPU) == "flash3"
+    flags = torch.backends.cuda
+    assert activated == ["FA3"] and flags.flash_sdp_enabled()
+    assert not (flags.cudnn_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled())
+
+
+@pytest.mark.parametrize("capability, first", [
+    ((9, 0), "flash3"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
+def test_flash3_comes_first_on_hopper_only(monkeypatch, capability, first):
     tried = []
 
     def stand_in(kernel, config, device):
@@ -198,7 +285,21 @@ def test_a_device_on_which_no_kernel_runs_is_an_error(monkeypatch):
 
     monkeypatch.setattr(train_gpt, "try_attention", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cpu"))
+        train_gpt.choose_attention(tiny_config(attn="auto"), CPU)
+
+
+@pytest.mark.parametrize("uncounted", [0, 1, 63])  # of 64 targets
+def test_the_loss_is_pytorchs_cross_entropy(uncounted):
+    model = trained_like(tiny_config(vocab_pad=64))
+    x = torch.randn(2, 32, 32, requires_grad=True)
+    targets = torch.randint(0, 260, (64,))
+    targets[torch.randperm(64)[:uncounted]] = -1
+    wanted = F.cross_entropy(model.logits(x).flatten(0, 1), targets, ignore_index=-1)
+    loss = model.loss(x, targets.view(2, 32))
+    assert loss.shape == () and loss.dtype == torch.float32
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+    for found, right in zip(*(torch.autograd.grad(value, (x, model.tok_emb.weight)) for value in (loss, wanted))):
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 
 def test_types_of_a_bfloat16_run():

@@ -238,10 +238,10 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
     monkeypatch.setattr(train_gpt, "log_step", lambda *arguments: None)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
-    log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None, progress=lambda text: None)
+    log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
     run.log = log
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, step_tokens=1, epoch_tokens=2, tokens=2)
+    run.loader = types.SimpleNamespace()
     train_gpt.train(run)
     total = 0.0
     steps = run.step
@@ -280,10 +280,11 @@ def test_micro_batches_compute_what_one_batch_does():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                     reason="there is no C++ compiler")
-def test_a_compiled_model_computes_the_same(monkeypatch):
+@pytest.mark.parametrize("kernel", ["math", "blocks"])
+def test_a_compiled_model_computes_the_same(monkeypatch, kernel):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
-    eager, run = make_run(), make_run()
+    eager, run = make_run(), make_run(attn=kernel)
     run.log = types.SimpleNamespace(line=lines.append)
     run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
     train_gpt.compile_model(run, required=True)
@@ -305,7 +306,7 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
         wanted = run.model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
     shapes, totals, forward = set(), [], run.model.forward
     monkeypatch.setattr(run.model, "forward", lambda x, y: (shapes.add(x.shape), forward(x, y))[1])
-    monkeypatch.setattr(train_gpt.Ranks, "average", lambda self, tensors: totals.append(tensors[0].clone()))
+    monkeypatch.setattr(train_gpt.Ranks, "sum", lambda self, tensors: totals.append(tensors[0].clone()))
     for rank in range(world_size):
         run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.evaluate(run)
@@ -329,8 +330,8 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
                         ("evaluate", lambda run: (1.0, 1.0))):
         monkeypatch.setattr(train_gpt, name, value)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
-    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None, progress=lambda text: None)
-    run.loader = types.SimpleNamespace(epochs=lambda step: 0.5, step_tokens=1, epoch_tokens=2, tokens=2)
+    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
+    run.loader = types.SimpleNamespace()
     run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
                                       now_ms=lambda: clock[0], max=agree)
     train_gpt.train(run)
@@ -365,13 +366,13 @@ def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
         for rank in range(3):
             calls = []
 
-            def gather(parts, part):
+            def gather(updates, part):
                 calls.append(part)
                 shares[rank, len(calls)] = part.clone()
-                for other, place in enumerate(parts):
+                for other, place in enumerate(updates.split(len(part))):
                     place.copy_(part if collecting else shares[other, len(calls)])
 
-            monkeypatch.setattr(train_gpt.dist, "all_gather", gather)
+            monkeypatch.setattr(train_gpt.dist, "all_gather_into_tensor", gather)
             params = step(train_gpt.Ranks(rank, 3, torch.device("cpu")))
             assert [len(part) for part in calls] == [2, 1]
             if not collecting:

@@ -34,7 +34,6 @@ PATTERNS = [
       r"tok_per_sec:\d+ mem:\d+MiB eta:\d+\.\dm epoch:0\.\d{3}" for n in (1, 2)],
     r"step:2/4 val_loss:.*",
     r"step:3/4 train_loss:.*", r"step:4/4 train_loss:.*", r"step:4/4 val_loss:.*",
-    r"train_loader:epochs:0\.295 unique_tokens:4128 of 14000",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB",
     r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
     r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ payload_ratio:\d\.\d\dx\)",
@@ -70,7 +69,7 @@ def test_events_are_unrounded_and_complete(finished):
     folder, _, result = finished
     seen = events(folder, "run")
     assert [event["event"] for event in seen] == [
-        "config", "val", "train", "train", "val", "train", "train", "val", "data", "export", "final"]
+        "config", "val", "train", "train", "val", "train", "train", "val", "export", "final"]
     config = seen[0]
     assert config["overrides"]["NUM_LAYERS"] == ["2", "argument"] and "SEED" not in config["overrides"]
     assert config["config"]["DTYPE"] == "float32" and config["config"]["GRAD_ACCUM_STEPS"] == 8
@@ -81,7 +80,6 @@ def test_events_are_unrounded_and_complete(finished):
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
     assert seen[6]["epoch"] == pytest.approx(4128 / 14000)
-    assert seen[8].pop("elapsed_s") and seen[8] == {"event": "data", "epochs": seen[6]["epoch"], "unique_tokens": 4128, "tokens": 14000}
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
@@ -91,8 +89,6 @@ def test_epochs_are_counted_from_the_first_step(tmp_path, monkeypatch, capsys, l
         make_shards(tmp_path), LOADER=loader, TRAIN_BATCH_TOKENS=8192, WARMUP_STEPS=3, RUN_ID="run"))
     out = capsys.readouterr().out
     assert [float(epoch) for epoch in re.findall(r" epoch:(\S+)", out)] == pytest.approx([0.585, 1.17, 1.76, 2.34], abs=0.01)
-    unique = 14000 if loader == "sequential" else 437 * 32
-    assert re.search(rf"^train_loader:epochs:2\.3.. unique_tokens:{unique} of 14000$", out, re.M)
     assert f"train_shards:2 tokens:14000 loader:{loader}" in out
 
 
@@ -130,9 +126,9 @@ sys.path.insert(0, {str(train_gpt.Path(train_gpt.__file__).parent)!r})
 import train_gpt
 torch.set_num_threads(6)
 ranks = train_gpt.start_ranks(train_gpt.Config(device="cpu"))
-part = torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16)
-ranks.average([part])
-print(torch.get_num_threads(), part[:, 0].tolist(), ranks.max(ranks.rank, -1.0))
+parts = [torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16), torch.tensor(ranks.rank + 2**-20)]
+ranks.sum(parts)
+print(torch.get_num_threads(), parts[0][:, 0].tolist(), parts[1].item() == 1 + 2**-19, ranks.max(ranks.rank, -1.0))
 train_gpt.dist.destroy_process_group()"""
     clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     with socket.socket() as free:
@@ -141,7 +137,7 @@ train_gpt.dist.destroy_process_group()"""
     ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={
         **clean, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for i in range(2)]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [1.0, 1.0] [1.0, -1.0]\n"] * 2
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [2.0, 2.0] True [1.0, -1.0]\n"] * 2
 
 
 @pytest.mark.slow
@@ -174,7 +170,7 @@ def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatc
     (dict(TRAIN_BATCH_TOKENS=31), "TRAIN_BATCH_TOKENS=31"),
     (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
-    (dict(OUT_DIR="file"), "OUT_DIR='file': .*File exists"),
+    (dict(OUT_DIR="file"), "File exists: 'file'"),
     (dict(ATTN="cudnn"), "ATTN=cudnn does not run"),
 ])
 def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
@@ -229,17 +225,6 @@ def test_untied_clipped_and_accumulated_by_hand(finished, tmp_path, monkeypatch,
     assert "world_size:1 grad_accum_steps:2" in output and "embed_lr:0.6 head_lr:0.008" in output
     losses = [e["val_loss"] for e in events(tmp_path, "run") if e["event"] == "val"]
     assert losses[-1] < losses[0] and len(losses) == 3
-
-
-def test_a_terminal_shows_progress_in_place(finished, tmp_path, monkeypatch, capsys):
-    _, data, _ = finished
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", TRAIN_LOG_EVERY=0, ITERATIONS=12))
-    output = capsys.readouterr().out
-    clear = re.escape("\r\x1b[2K")
-    assert re.search(rf"\x1b\[2Kstep 11, 0\.0 minutes left{clear}step 12, 0\.0 minutes left{clear}step:12/12 val", output)
-    logged = (tmp_path / "logs" / "run.txt").read_text()
-    assert "\x1b" not in logged.split("=" * 100)[-1] and "step 11 " not in logged
 
 
 def test_a_log_has_what_its_numbers_can_be_recomputed_from(finished):
