@@ -232,7 +232,7 @@ def test_attention_by_blocks_is_for_compiled_models_with_short_rows(changes, wan
     assert train_gpt.choose_attention(config, CPU) == wanted
 
 
-@pytest.mark.parametrize("missing", ["flash_attn_interface", "activate_flash_attention_impl"])
+@pytest.mark.parametrize("missing", ["flash_attn_interface", "activate_flash_attention_impl", "FA3"])
 def test_flash3_without_its_package_or_in_an_older_pytorch(monkeypatch, missing):
     """ATTN=flash3 is an error that names what is missing; ATTN=auto uses cuDNN on Hopper."""
     attention, real, tried = torch.nn.attention, train_gpt.try_attention, []
@@ -240,6 +240,10 @@ def test_flash3_without_its_package_or_in_an_older_pytorch(monkeypatch, missing)
         monkeypatch.setitem(sys.modules, missing, None)
         monkeypatch.setattr(attention, "activate_flash_attention_impl",
                             lambda implementation: importlib.import_module(missing), raising=False)
+    elif missing == "FA3":  # PyTorch 2.10 knows FA4 only
+        def refuse(implementation):
+            raise ValueError(f"Unknown flash attention impl '{implementation}'")
+        monkeypatch.setattr(attention, "activate_flash_attention_impl", refuse, raising=False)
     else:
         monkeypatch.delattr(attention, missing, raising=False)
     with pytest.raises(ValueError, match=f"ATTN=flash3 does not run float32 heads .*: .*{missing}.*; try ATTN=auto"):
