@@ -684,8 +684,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
     kernels = ["flash", "cudnn", "efficient", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels = ["flash3", "cudnn", "flash", "efficient", "math"]  # by public reports
-    elif device.type == "cpu" and config.compile == "1" and config.train_seq_len <= 1024:
-        kernels = ["blocks", *kernels]  # by records/speed.md
+    elif (device.type, config.dtype, config.compile) == ("cpu", "bfloat16", "1"):
+        kernels = ["blocks"] * (config.train_seq_len <= 1024) + kernels  # by records/speed.md
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:

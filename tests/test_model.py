@@ -224,11 +224,10 @@ def test_gradients_by_blocks_are_causal():
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(compile="1", train_seq_len=128), "blocks"), (dict(compile="1", train_seq_len=1024), "blocks"),
-    (dict(compile="0", train_seq_len=128), "flash"), (dict(compile="1", train_seq_len=2048), "flash"),
-    (dict(compile="0", train_seq_len=2048, attn="blocks"), "blocks")])
-def test_attention_by_blocks_is_for_compiled_models_with_short_rows(changes, wanted):
-    config = tiny_config(**{"attn": "auto", **changes})
+    (dict(train_seq_len=128), "blocks"), (dict(train_seq_len=1024), "blocks"), (dict(train_seq_len=2048), "flash"),
+    (dict(compile="0"), "flash"), (dict(dtype="float32"), "flash"), (dict(compile="0", attn="blocks"), "blocks")])
+def test_attention_by_blocks_is_for_compiled_models_in_bfloat16_with_short_rows(changes, wanted):
+    config = tiny_config(**{"attn": "auto", "compile": "1", "dtype": "bfloat16", **changes})
     assert train_gpt.choose_attention(config, CPU) == wanted
 
 
