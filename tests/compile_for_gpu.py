@@ -24,7 +24,6 @@ import re
 import sys
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
 import torch
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -65,7 +64,8 @@ class Planned(Exception):
 
 
 def pretend_to_have_an_h100() -> None:
-    """Answer what Inductor and Triton ask of the device and its driver before they compile."""
+    """Answer what Inductor and Triton ask of the device and its driver before they compile, in this process."""
+    os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers

@@ -5,6 +5,8 @@ import graphlib
 import subprocess
 import sys
 
+import compile_for_gpu
+import pytest
 from conftest import REPOSITORY
 
 SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
@@ -61,6 +63,23 @@ def import_graph() -> dict[str, set[str]]:
 def test_scripts_import_each_other_without_a_circle():
     tuple(graphlib.TopologicalSorter(import_graph()).static_order())
     assert import_graph()["train_gpt"] == set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(compile_for_gpu.missing()), reason=compile_for_gpu.missing())
+def test_the_graph_compiles_for_an_h100_and_moves_no_more_bytes():
+    command = [sys.executable, str(REPOSITORY / "tests" / "compile_for_gpu.py"), "default-4096"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_counts_are_compared_with_the_committed_ones():
+    row = {"elementwise kernels": 100, "elementwise GB": 10.0}
+    assert not compile_for_gpu.differences({**row, "elementwise GB": 10.15}, row)
+    assert compile_for_gpu.differences({**row, "elementwise GB": 10.3}, row) == [
+        "elementwise GB: 10.0 was committed, now 10.3"]
+    assert compile_for_gpu.differences({"elementwise GB": 10.0}, row) == [
+        "elementwise kernels: 100 was committed, now None"]
 
 
 if __name__ == "__main__":
