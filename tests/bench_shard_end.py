@@ -1,10 +1,10 @@
-"""How long a step waits for its tokens where a shard of 100M tokens ends: prints the table in records/speed.md.
+"""Measure how long a step waits for its tokens at the end of a shard of 100M tokens; print the table in records/speed.md.
 
     python tests/bench_shard_end.py [--repeat 5]
 
-One rank of eight reads its share of 24 steps of the default size, in the middle of which a shard ends. The trainer maps
-shards and reads what a step needs; the published trainer reads the next shard, whole, when it needs its first token.
-Cold means that the kernel's cache holds neither shard. Needs 400 MB of disk. Linux only.
+One rank of eight reads its share of 24 steps of the default size; a shard ends in the middle of them. The trainer maps
+shards and reads what a step needs; the published trainer reads the whole next shard when it needs its first token.
+Cold means that the page cache holds neither shard. Needs 400 MB of disk. Linux only.
 """
 
 import argparse

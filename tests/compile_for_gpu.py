@@ -3,16 +3,16 @@
     python tests/compile_for_gpu.py                        every case, compared with compile_for_gpu.json
     python tests/compile_for_gpu.py default-4096           one case
     python tests/compile_for_gpu.py --update               write compile_for_gpu.json
-    python tests/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels, to be read
+    python tests/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels
     python tests/compile_for_gpu.py --quick --script OLD/train_gpt.py NUM_LAYERS=2     another script, more settings
 
 The exit status is 1 if a count differs by more than 2 % from the committed one, or if the graph does not compile.
 
 It needs a CUDA build of the PyTorch named in compile_for_gpu.json (5.5 GB in a virtual environment of its own), but
 no driver. It traces forward and backward of one micro-batch with fake tensors, lets Inductor write kernels for compute
-capability 9.0, and compiles each of them with ptxas. Attention is an opaque kernel in the graph, as the kernels of
+capability 9.0, and compiles each of them with ptxas. Attention is an opaque kernel in the graph, as the attention kernels of
 PyTorch are to Inductor. Nothing is executed: this shows that the graph compiles and what it reads and writes, not
-that its results are right. The milliseconds are calculated, with the rates below.
+that its results are right. The milliseconds are calculated from the rates below.
 """
 import argparse
 import collections

@@ -1,7 +1,7 @@
-"""What only a GPU can show: `./run.sh test -m gpu`, about two minutes on one card, more where several are.
+"""Test what only a GPU can show. `./run.sh test -m gpu` takes about two minutes on one GPU, longer with several.
 
 The tests make their data. At the end, they print a table of what they measured, to be sent to the authors. All helpers
-take a device, so that they can be tried on a CPU. As a script, this file is the trainer with a clock at each step:
+take a device, so that they can be tried on a CPU. As a script, this file is the trainer with a timer at each step:
 
     python tests/test_gpu.py SKIP PHASES.json STEPS.json NAME=value...     see step_worker
 """
