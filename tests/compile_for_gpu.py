@@ -10,9 +10,9 @@ The exit status is 1 if a count differs by more than 2 % from the committed one,
 
 It needs a CUDA build of the PyTorch named in compile_for_gpu.json (5.5 GB in a virtual environment of its own), but
 no driver. It traces forward and backward of one micro-batch with fake tensors, lets Inductor write kernels for compute
-capability 9.0, and compiles each of them with ptxas. Attention is an opaque kernel in the graph, as the attention kernels of
-PyTorch are to Inductor. Nothing is executed: this shows that the graph compiles and what it reads and writes, not
-that its results are right. The milliseconds are calculated from the rates below.
+capability 9.0, and compiles each of them with ptxas. Attention is an opaque kernel in the graph, as PyTorch's attention
+kernels are to Inductor. Nothing is executed: this shows that the graph compiles and what it reads and writes, not that
+its results are right. The milliseconds are calculated from the rates below.
 """
 import argparse
 import collections
