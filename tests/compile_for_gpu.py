@@ -336,7 +336,7 @@ def main() -> None:
         TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     elif not extra and not options.quick:
         problems = [f"{name}: {text}" for name in names for text in differences(found[name], table["cases"][name])]
-        sys.exit("\n".join(problems))
+        sys.exit("\n".join(problems) or 0)
 
 
 if __name__ == "__main__":
