@@ -232,7 +232,8 @@ def start_ranks(config: Config) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
-    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
+    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    usable = [name for name in available if available[name]]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
@@ -476,9 +477,9 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str
 
 # ---- Model -------------------------------------------------------------------------------------
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
-    """gain * x / sqrt(mean(x^2)) over the last dimension; one product, so one gradient pass."""
+    """gain * x / sqrt(mean(x^2)) over the last dimension, with float32's epsilon in every type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)
+    return (x * (factors * gain)).to(x.dtype)  # factors are few: the gain's gradient costs little
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) in two halves; cos, sin (T, 1, C/2)."""
@@ -665,9 +666,8 @@ def try_attention(kernel: str, config: Config, device: torch.device) -> list[Ten
     for name in SDPA:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel.removesuffix("3") in name)
     most = 8192 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
-    width = config.model_dim // config.num_heads
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    shape = (1, sum(heads), min(config.train_seq_len, most), width)
+    shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     values = values.to(device, getattr(torch, config.dtype))
     inputs = [part.detach().requires_grad_() for part in values.split(heads, dim=1)]
@@ -685,7 +685,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels = ["flash3", "cudnn", "flash", "efficient", "math"]  # by public reports
     elif (device.type, config.dtype, config.compile) == ("cpu", "bfloat16", "1"):
-        kernels = ["blocks"] * (config.train_seq_len <= 1024) + kernels  # by records/speed.md
+        kernels = ["blocks", *kernels] if config.train_seq_len <= 1024 else kernels
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
