@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults must not hold the process group at the end
 import torch.nn.functional as F
 from torch import Tensor, nn
 
