@@ -1273,7 +1273,6 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print_help()
         return
-    name = Path(__file__).name
     source = Path(__file__).read_text(encoding="utf-8")
     try:
         run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
@@ -1285,12 +1284,12 @@ def main() -> None:
         if not run.stop_signal:
             export(run, source.encode("utf-8"))
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"train_gpt.py: {error}")
     except RuntimeError as error:
         text = str(error)
         if "out of memory" not in text and "t allocate memory" not in text:
             raise
-        sys.exit(f"{name}: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+        sys.exit(f"train_gpt.py: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()
