@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Quick start: ./run.sh installs into .venv, fetches text, trains on this machine, exports and scores.
-# NAME=value arguments reach train_gpt.py. ./run.sh test runs the tests, with -m slow the slow ones, with -m gpu
-# those that need a GPU.
+# NAME=value arguments reach train_gpt.py; like variables of the environment, they win over what this script sets.
+# ./run.sh --preset NAME takes the settings of records/presets/NAME.env. ./run.sh test runs the tests, with -m slow
+# the slow ones, with -m gpu those that need a GPU.
 # PYTHON names the interpreter that makes .venv.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -53,36 +54,64 @@ then
   echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2
   exit 1
 fi
+preset=
+vocabulary=1024
+if [ "${1:-}" = --preset ]; then
+  preset=records/presets/${2:-}.env
+  if [ ! -e "$preset" ]; then
+    echo "There is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)" >&2
+    exit 1
+  fi
+  shift 2
+  vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
+fi
+given=" $* "
 arguments=()
 
-has_fineweb() {
-  compgen -G "data/datasets/fineweb10B_sp1024/*_train_*.bin" > /dev/null
+default() {  # NAME=value words, unless the environment or the command line has another value
+  local word name
+  for word in "$@"; do
+    name=${word%%=*}
+    [[ -n ${!name+set} || "$given${arguments[*]-} " == *" $name="* ]] || arguments+=("$word")
+  done
 }
 
-if [[ "$*" != *DATA_PATH=* ]] && ! has_fineweb; then
-  if [ "$gpus" -gt 0 ]; then  # 12 MB of speeches would be read dozens of times in ten minutes
+has_fineweb() {
+  compgen -G "data/datasets/fineweb10B_sp$vocabulary/*_train_*.bin" > /dev/null
+}
+
+if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
+  if [ "$gpus" -gt 0 ] && ! has_fineweb; then  # 12 MB of speeches would be read dozens of times in ten minutes
     echo "fetching FineWeb's first ten shards, 2 GB"
     .venv/bin/python -m pip install -q --disable-pip-version-check huggingface_hub || true
-    .venv/bin/python data/download.py --variant sp1024 --train-shards 10 || true
+    .venv/bin/python data/download.py --variant "sp$vocabulary" --train-shards 10 || true
   fi
   if ! has_fineweb; then
-    speeches=data/datasets/sotu_sp1024
-    [ -e $speeches/manifest.json ] || .venv/bin/python data/prepare.py sotu --tokenizer sp1024 --out $speeches
-    arguments+=(DATA_PATH=$speeches TOKENIZER_PATH=$speeches/tokenizer.model)
+    speeches=data/datasets/sotu_sp$vocabulary
+    [ -e "$speeches/manifest.json" ] ||
+      .venv/bin/python data/prepare.py sotu --tokenizer "sp$vocabulary" --out "$speeches"
+    default "DATA_PATH=$speeches" "TOKENIZER_PATH=$speeches/tokenizer.model"
     if [ "$gpus" -gt 0 ]; then
       echo "FineWeb could not be fetched: training for two minutes on speeches instead"
-      arguments+=(MAX_WALLCLOCK_SECONDS=120 WARMDOWN_ITERS=300)
+      default MAX_WALLCLOCK_SECONDS=120 WARMDOWN_ITERS=300
     fi
+  elif [ -n "$preset" ]; then
+    default "DATA_PATH=data/datasets/fineweb10B_sp$vocabulary" \
+      "TOKENIZER_PATH=data/tokenizers/fineweb_${vocabulary}_bpe.model"
   fi
 fi
 
+if [ -n "$preset" ]; then
+  # shellcheck disable=SC2046
+  default $(grep -v '^#' "$preset")
+elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
+  default NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=8192 \
+    VAL_BATCH_SIZE=65536 MAX_WALLCLOCK_SECONDS=120 WARMUP_STEPS=2 WARMDOWN_ITERS=80 VAL_LOSS_EVERY=100 \
+    TRAIN_LOG_EVERY=10 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_STEPS=50
+fi
+command=(.venv/bin/python train_gpt.py)
 if [ "$gpus" -gt 0 ]; then
   command=(.venv/bin/torchrun --standalone --nproc_per_node="$gpus" train_gpt.py)
-else  # a small model, for two minutes
-  command=(.venv/bin/python train_gpt.py)
-  arguments+=(NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=8192
-    VAL_BATCH_SIZE=65536 MAX_WALLCLOCK_SECONDS=120 WARMUP_STEPS=2 WARMDOWN_ITERS=80 VAL_LOSS_EVERY=100
-    TRAIN_LOG_EVERY=10 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_STEPS=50)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
 printf '%q ' "${command[@]}"

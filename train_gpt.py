@@ -40,6 +40,9 @@ from torch import Tensor, nn
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
+JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is used again
+POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
+         (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
 INT8_PERCENTILE = 0.9999984
 CHECKPOINT_FORMAT = 2
@@ -90,6 +93,8 @@ class Config:
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
+    eval_seq_len: int = free(0, "tokens in a window of a second final score; 0: TRAIN_SEQ_LEN")
+    eval_stride: int = free(0, "tokens by which its windows move; 0: no overlap")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
     vocab_size: int = var(1024, "tokens in the tokenizer's vocabulary", low=1)
@@ -105,6 +110,12 @@ class Config:
     qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
     init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
+    mlp_slope: float = var(0.0, "slope of the MLP's ReLU below 0, before the square")
+    rope_dims: int = var(0, "dimensions of a head that rotate; 0: all")
+    shift_keys: bool = var(False, "take half of each key from the token before")
+    exclusive_attn: bool = var(False, "remove each token's own value from attention's output")
+    smear: bool = var(False, "add a learned share of the token before to each embedding")
+    embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
     optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
     adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
@@ -115,6 +126,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
+    muon_polar: bool = var(False, "Muon with rows of one norm and Polar Express's coefficients")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
     beta1: float = var(0.9, "Adam's decay of the first moment")
@@ -124,7 +136,9 @@ class Config:
     weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
     lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
+    warmdown_fraction: float = var(0.0, "lower it over this last part of the run, instead")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
+    average_horizon: float = var(0.0, "average the weights over this fraction of the steps; 0: off")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
@@ -134,6 +148,12 @@ class Config:
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
     int8_keep_float_fp32_name_patterns: str = free(CONTROL, "parts of names: exported in float32")
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
+    export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
+    embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
+    export_clip: float = free(0.0, "standard deviations at a row's limit; 0: its largest value")
+    gptq_batches: int = free(0, "correct rounding by N training batches (GPTQ); 0: off")
+    export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
+    size_cap: int = free(0, "bytes that code and artifact may have, shown in the log; 0: off")
 
     def __post_init__(self):
         for f in fields(self):
@@ -147,6 +167,9 @@ class Config:
                 f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        length = self.eval_seq_len or self.train_seq_len
+        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} must be at most "
+                f"{length}, the tokens in a window, or it leaves some out")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
 
 def parse_value(f, text: str):
@@ -155,7 +178,7 @@ def parse_value(f, text: str):
     choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
     if choices:
         require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
-        return text.lower() in ("1", "true") if f.type is bool else text.lower()
+        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
     try:
         return f.type(text)
     except ValueError:
@@ -540,7 +563,7 @@ class Attention(nn.Module):
         width = config.model_dim
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         kv_width = width // config.num_heads * config.num_kv_heads
-        self.kernel = config.attn
+        self.config = config
         self.c_q = nn.Linear(width, width, bias=False)
         self.c_k = nn.Linear(width, kv_width, bias=False)
         self.c_v = nn.Linear(width, kv_width, bias=False)
@@ -551,10 +574,17 @@ class Attention(nn.Module):
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
+        if self.config.shift_keys:  # one layer can then find what followed a token before
+            now, earlier = k.chunk(2, dim=3)
+            k = torch.cat((now, F.pad(earlier[:, :-1], (0, 0, 0, 0, 1, 0))), dim=3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
-        y = causal_attention(q, k, v, self.kernel)
+        y = causal_attention(q, k, v, self.config.attn)
+        if self.config.exclusive_attn:  # the part along a token's own value goes (arXiv:2603.09078)
+            own = rms_norm(v)[:, :, None]
+            y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
+            y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
         return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
 
 class MLP(nn.Module):
@@ -563,9 +593,10 @@ class MLP(nn.Module):
         super().__init__()
         self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
         self.proj = nn.Linear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+        self.slope = config.mlp_slope
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = F.relu(linear(x, self.fc.weight)).square()
+        hidden = F.leaky_relu(linear(x, self.fc.weight), self.slope).square()
         return linear(hidden, self.proj.weight, scale)
 
 class Block(nn.Module):
@@ -600,8 +631,11 @@ class GPT(nn.Module):
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, config.model_dim))
         half_head = config.model_dim // config.num_heads // 2
-        exponents = torch.arange(half_head, dtype=torch.float32) / half_head
-        self.register_buffer("frequencies", config.rope_base ** -exponents, persistent=False)
+        rotating = config.rope_dims // 2 or half_head
+        exponents = torch.arange(half_head, dtype=torch.float32) / rotating
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # 0: no rotation
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):
                 depth = 2 * config.num_layers if ".proj." in name else 1  # Radford et al. 2019
@@ -614,7 +648,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), self.frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             # The baseline keeps the table in bfloat16; small updates and decay would vanish there.
-            if config.optimizer == "muon" and not config.weight_decay:
+            if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
                 self.tok_emb.bfloat16()
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -623,6 +657,8 @@ class GPT(nn.Module):
         angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
+        if self.smear is not None:
+            x0 = x0 + self.smear.to(x0.dtype) * F.pad(x0[:, :-1], (0, 0, 1, 0))
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
         for i, block in enumerate(self.blocks):
@@ -704,16 +740,17 @@ def choose_attention(config: Config, device: torch.device) -> str:
                      f"{config.model_dim // config.num_heads} here: {reason}; try ATTN=auto")
 
 # ---- Optimizers --------------------------------------------------------------------------------
-def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
     """Move the singular values of matrices (N, rows, columns) close to 1 by Newton-Schulz steps in
     bfloat16, multiplied in `compute` (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
-    a, b, c = 3.4445, -4.7750, 2.0315
     x = updates.bfloat16()
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    margin = 1.0 if table is JORDAN else 1.02  # steeper steps diverge a little above 1
+    x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     is_tall = x.size(1) > x.size(2)
     if is_tall:
         x = x.mT
-    for _ in range(steps):
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
@@ -727,6 +764,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.steps = config.muon_backend_steps
         self.ranks = ranks
+        self.table = POLAR if config.muon_polar else JORDAN
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
         self.banks = {}  # matrices by their shape
@@ -747,7 +785,9 @@ class Muon(torch.optim.Optimizer):
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
-            updates = orthogonalize(updates, self.steps, self.compute)
+            if self.table is POLAR:
+                updates = F.normalize(updates, dim=2)
+            updates = orthogonalize(updates, self.steps, self.compute, self.table)
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5
             if self.ranks.world_size > 1:
                 part = updates.contiguous()
@@ -787,6 +827,9 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
         steps = max(1, config.iterations - config.lr_warmup_steps)
         done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
         decay = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    elif config.warmdown_fraction:
+        done = max(step / config.iterations, elapsed_ms / cap_ms)
+        decay = max(0.0, 1 - done) / config.warmdown_fraction
     elif config.warmdown_iters <= 0:
         decay = 1.0
     elif cap_ms < math.inf:
@@ -799,29 +842,32 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(run: "Run") -> tuple[float, float]:
-    """Score the validation tokens: loss in nats per token, and bits per byte of their text."""
+def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float]:
+    """Score the validation tokens once: nats per token, and bits per byte of their text. Windows of
+    `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
     config = run.config
     ranks = run.ranks
-    length = config.train_seq_len
-    rows = (len(run.val_tokens) - 1) // length
+    count = len(run.val_tokens) - 1
+    length = min(length or config.train_seq_len, count)
+    stride = stride or length
+    windows = 1 + math.ceil((count - length) / stride)
     limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-    most = min(limit, config.micro_batch_tokens) // length
-    forwards = math.ceil(rows / (ranks.world_size * most))  # of each rank, all of one shape
-    batch = math.ceil(rows / (ranks.world_size * forwards))
+    batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
+    stops = np.minimum(length + stride * np.arange(windows + batch), count)
+    starts = np.concatenate(([0], stops[:-1]))  # of what is new; nothing is after the last window
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(batch * ranks.rank, rows, batch * ranks.world_size):
-        stop = min(start + batch, rows)
-        span = run.val_tokens[start * length:stop * length + 1].astype(np.int64)
-        span = torch.from_numpy(span).to(ranks.device)
-        missing = (0, 0, 0, batch - (stop - start))
-        inputs = F.pad(span[:-1].view(-1, length), missing)
-        targets = F.pad(span[1:].view(-1, length), missing, value=-1)  # not counted
-        nats += run.model(inputs, targets).to(device).double() * (stop - start) * length
+    for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+        rows = slice(first, first + batch)
+        places = stops[rows, None] - length + np.arange(length)
+        is_scored = places >= starts[rows, None]
+        inputs = run.val_tokens[places].astype(np.int64)
+        targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
+        inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
+        nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
     ranks.sum([nats])
     total = nats.item()
-    return total / (rows * length), total / math.log(2) / run.val_bytes
+    return total / count, total / math.log(2) / run.val_bytes
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
@@ -836,14 +882,43 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
-def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
-    """The int8 artifact and its payload in bytes: large float tensors as int8, others as floats."""
+def round_rows(weight: Tensor, bits: int, deviations: float,
+               gram: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). The
+    limit of a row is its largest value, or that many standard deviations. With `gram`, the sum of
+    x x^T over inputs x, the later columns make good an earlier one's error (arXiv:2210.17323)."""
+    rows = weight.float()
+    levels = 2 ** (bits - 1) - 1
+    limits = deviations * rows.std(1) if deviations else rows.abs().amax(1)
+    scales = (limits / levels).clamp_min(1e-7).half()
+    steps = scales.float()
+    if gram is None:
+        return (rows / steps[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
+    order = gram.diag().argsort(descending=True)
+    damped = gram[order][:, order] + 0.01 * gram.diag().mean() * torch.eye(len(gram))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    rows = rows[:, order]
+    rounded = torch.empty_like(rows)
+    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True)):
+        rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
+        error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
+        rows -= torch.outer(error, factors)  # zero for the columns before
+    return rounded[:, order.argsort()].to(torch.int8), scales
+
+def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
+    """The int8 artifact and its payload in bytes: large float tensors as int8, others as floats.
+    `grams` are those of calibrate."""
     artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
                 "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {}}
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
-            artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t)
+            bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
+            gram = (grams or {}).get(name)
+            clip = config.export_clip
+            published = t.ndim != 2 or (bits == 8 and not clip and gram is None)
+            pair = quantize_tensor(t) if published else round_rows(t, bits, clip, gram)
+            artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
                 artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
@@ -856,6 +931,14 @@ def quantize(state: dict[str, Tensor], config: Config) -> tuple[dict, int]:
             artifact["passthrough_orig_dtypes"][name] = dtype
     parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
     return artifact, sum(t.nbytes for part in parts for t in part.values())
+
+def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
+    """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
+    artifact, payload = quantize(state, config, grams)
+    raw = saved(artifact)
+    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}  # no repetitions
+    packer = zlib.compressobj(9, strategy=coders[config.export_coder])
+    return packer.compress(raw) + packer.flush(), payload, len(raw)
 
 def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
@@ -920,15 +1003,40 @@ def saved(value) -> bytes:
     torch.save(value, buffer)
     return buffer.getvalue()
 
+@torch.no_grad()
+def calibrate(run: "Run") -> dict[str, Tensor]:
+    """The sums of x x^T over the inputs x of each matrix in GPTQ_BATCHES training batches, float32
+    (columns, columns) on the CPU."""
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.linear:
+                x = args[0].flatten(0, -2).float()
+                found.append(x.mT @ x)
+            return function(*args, **(kwargs or {}))
+
+    parts = (("attn.c_q", "attn.c_k", "attn.c_v"), ("attn.proj",), ("mlp.fc",), ("mlp.proj",))
+    products = [[f"blocks.{i}.{part}.weight" for part in product]
+                for i in range(run.config.num_layers) for product in parts]  # in their order
+    products.append(["tok_emb.weight" if run.model.lm_head is None else "lm_head.weight"])
+    sums = [0.0] * len(products)
+    rows = run.config.micro_batch_tokens // run.config.train_seq_len
+    for step in range(run.step, run.step + run.config.gptq_batches):
+        inputs, targets = run.loader.batch(step)
+        for x, y in zip(inputs.split(rows), targets.split(rows)):
+            found = []
+            with Recorder(), torch.compiler.set_stance("force_eager"):
+                run.model(x, y)
+            sums = [total + gram for total, gram in zip(sums, found, strict=True)]
+    run.ranks.sum(sums)
+    return {name: gram.cpu() for names, gram in zip(products, sums) for name in names}
+
 def export(run: "Run", code: bytes) -> None:
     """Write final_model.pt and final_model.int8.ptz, and score what the latter holds."""
     if run.ranks.rank == 0:
         floats = Path(run.config.out_dir, "final_model.pt")
         packed = Path(run.config.out_dir, "final_model.int8.ptz")
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
-        artifact, payload = quantize(state, run.config)
-        raw = saved(artifact)
-        data = zlib.compress(raw, 9)
+        data, payload, raw_bytes = pack(state, run.config, run.grams)
         digest = sha256(data).hexdigest()
         write_whole(floats, saved(state))
         write_whole(packed, data)
@@ -937,7 +1045,7 @@ def export(run: "Run", code: bytes) -> None:
         run.log.line(f"Serialized model: {size} bytes\nCode size: {len(code)} bytes\n"
                      f"Total submission size: {size + len(code)} bytes\n"
                      f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
-                     f"raw_torch:{len(raw)} payload_ratio:{ratio:.2f}x)\n"
+                     f"raw_torch:{raw_bytes} payload_ratio:{ratio:.2f}x)\n"
                      f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
         run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(code),
                       code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
@@ -946,6 +1054,14 @@ def export(run: "Run", code: bytes) -> None:
     if run.ranks.world_size > 1:
         for p in run.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
+    c = run.config
+    if c.eval_seq_len or c.eval_stride:
+        start_ms = run.ranks.now_ms()
+        loss, bpb = evaluate(run, c.eval_seq_len, c.eval_stride)
+        eval_ms = run.ranks.now_ms() - start_ms
+        run.log.line(f"windows length:{c.eval_seq_len or c.train_seq_len} stride:{c.eval_stride} "
+                     f"val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
+        run.log.event("windows", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
     start_ms = run.ranks.now_ms()
     loss, bpb = evaluate(run)
     eval_ms = run.ranks.now_ms() - start_ms
@@ -983,7 +1099,7 @@ def state_of(run: "Run") -> dict:
     """Everything that training changes; the tensors are the live ones."""
     return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-            "scaler": run.scaler.state_dict()}
+            "scaler": run.scaler.state_dict(), "average": run.average}
 
 def restore(run: "Run", state: dict) -> None:
     """Restore the run to `state`, which state_of returned."""
@@ -991,6 +1107,8 @@ def restore(run: "Run", state: dict) -> None:
     for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     run.scaler.load_state_dict(state["scaler"])
+    for tensor, value in zip(run.average, state.get("average", []), strict=True):
+        tensor.copy_(value)
     run.step = int(state["step"])
     run.time_ms = float(state["time_ms"])
 
@@ -1053,6 +1171,10 @@ class Run:
         if config.init_from and not checkpoint:
             load_weights(self.model, config.init_from)
         self.model.to(ranks.device)
+        averaged = self.model.parameters() if config.average_horizon else ()
+        self.grams = {}  # calibrate's
+        self.code_bytes = len(source.encode("utf-8"))
+        self.average = [p.detach().float().clone() for p in averaged]
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
@@ -1126,6 +1248,9 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
+    if run.average:  # over a fraction of the steps so far, so that the number need not be known
+        weights = [p.detach().float() for p in run.model.parameters()]
+        torch._foreach_lerp_(run.average, weights, 1 / (1 + config.average_horizon * run.step))
     return loss_sum, norm
 
 def warm_up(run: Run) -> None:
@@ -1138,6 +1263,15 @@ def warm_up(run: Run) -> None:
             run.log.line(f"warmup_step:{step}/{steps}")
     restore(run, read_archive(before))
     run.first_bad.fill_(-1)
+
+def finish(run: Run) -> None:
+    """The last work on the training clock: put the averaged weights into place, and calibrate."""
+    start_ms = run.ranks.now_ms()
+    for p, mean in zip(run.model.parameters(), run.average):
+        p.data.copy_(mean)
+    if run.config.gptq_batches and run.loader:
+        run.grams = calibrate(run)
+    run.time_ms += run.ranks.now_ms() - start_ms
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
@@ -1158,6 +1292,8 @@ def train(run: Run) -> None:
             save_checkpoint(run)
         if run.stop_signal:
             break
+        if done:
+            finish(run)
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
             loss, bpb = evaluate(run)
@@ -1165,6 +1301,10 @@ def train(run: Run) -> None:
                      f"train_time:{run.time_ms:.0f}ms "
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
             log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
+            if config.size_cap and run.ranks.rank == 0:  # a model that will not fit is seen early
+                size = len(pack(run.model.state_dict(), config, run.grams)[0]) + run.code_bytes
+                fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
+                log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
             run.zero_ms += run.ranks.now_ms() - paused_ms
         if done:
@@ -1289,7 +1429,7 @@ def main() -> None:
         text = str(error)
         if "out of memory" not in text and "t allocate memory" not in text:
             raise
-        sys.exit(f"train_gpt.py: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+        sys.exit(f"train_gpt.py: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()

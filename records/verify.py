@@ -118,6 +118,11 @@ def check_steps(name: str, events: list[dict], findings: Findings) -> None:
     findings.check(not missing, f"{name}: training steps {missing[:3]} are not in the log")
 
 
+def evaluation_seconds(last: dict[str, dict]) -> float:
+    """Return how long a run scored its artifact, with EVAL_STRIDE or EVAL_SEQ_LEN twice; `last` has its last events."""
+    return sum(last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last) / 1000
+
+
 def check_clock(name: str, events: list[dict], findings: Findings) -> None:
     """Steps, training clock and wall clock must advance together, and the speed must follow from them."""
     config = events[0]["config"]
@@ -143,7 +148,7 @@ def check_clock(name: str, events: list[dict], findings: Findings) -> None:
     findings.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")
     findings.check(not trained or last["val"]["train_time_ms"] >= trained[-1]["train_time_ms"] - LAST_MS,
                    f"{name}: the last validation is earlier than the last step")
-    seconds = last["final"]["eval_time_ms"] / 1000
+    seconds = evaluation_seconds(last)
     room = last["final"]["elapsed_s"] - last["export"]["elapsed_s"]
     findings.check(0.5 * room - EVALUATION_SECONDS <= seconds <= room + 0.5 and seconds >= 0,
                    f"{name}: {seconds:.1f} s of evaluation, but {room:.1f} s of the wall clock between export "
@@ -155,7 +160,7 @@ def check_scores(name: str, events: list[dict], findings: Findings) -> None:
     start = events[0]
     last = {event["event"]: event for event in events}
     for event in events:
-        if event["event"] in ("val", "final"):
+        if event["event"] in ("val", "windows", "final"):
             bits = event["val_loss"] * start["val_tokens"] / math.log(2) / start["val_bytes"]
             findings.check(is_close(event["val_bpb"], bits, ROUNDING), f"{name}: {event['event']} of step "
                            f"{event['step']}: val_bpb {event['val_bpb']} is not val_loss * tokens / "
@@ -233,7 +238,7 @@ def summarize(events: list[dict], versions: str, lines: list[str]) -> dict:
         **seed, "seed": settings["SEED"], "settings": settings, "overrides": overrides, "machine": versions,
         "losses": [event["train_loss"] for event in events if event["event"] == "train"],
         "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
-        "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": seed["eval_time_ms"] / 1000,
+        "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": evaluation_seconds(last),
         "wall_seconds": seed["elapsed_s"], "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
         "python": python[1] if python else "",
         "parameters": int(next(line for line in lines if line.startswith("model_params:")).split(":")[1])}

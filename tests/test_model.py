@@ -13,6 +13,9 @@ from conftest import tiny_config
 CPU = torch.device("cpu")
 
 
+SWITCHES = dict(mlp_slope=0.5, rope_dims=8, shift_keys=True, smear=True, exclusive_attn=True)
+
+
 @pytest.fixture(autouse=True)
 def kernels_for_the_next_test():
     """choose_attention switches PyTorch's kernels for the whole process."""
@@ -44,10 +47,11 @@ def test_default_shape_and_names():
     assert names == wanted
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layers", [1, 2, 5])
-def test_no_position_sees_a_later_token(tied, layers):
-    model = trained_like(tiny_config(tie_embeddings=tied, num_layers=layers))
+@pytest.mark.parametrize("changes", [
+    *(dict(tie_embeddings=tied, num_layers=layers) for tied in (True, False) for layers in (1, 2, 5)),
+    *({name: value} for name, value in SWITCHES.items()), SWITCHES], ids=lambda changes: "-".join(changes))
+def test_no_position_sees_a_later_token(changes):
+    model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))
     other = tokens.clone()
     other[:, 20:] = torch.randint(0, 260, (2, 12))
@@ -101,14 +105,19 @@ def reference_logits(model, tokens):
     state, config = model.state_dict(), model.config
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.19e-7).sqrt()  # noqa: E731
     length, width = tokens.size(1), config.model_dim // config.num_heads
-    frequency = config.rope_base ** (-2 * torch.arange(width // 2) / width)
-    angle = torch.arange(length)[:, None] * frequency
+    rotating = config.rope_dims or width
+    angle = torch.zeros(length, width // 2)  # 0: no rotation
+    for pair in range(rotating // 2):
+        angle[:, pair] = torch.arange(length) * config.rope_base ** (-2 * pair / rotating)
 
     def rotate(x):
         a, b = x[..., :width // 2], x[..., width // 2:]
         return torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1)
 
-    x = x0 = norm(F.embedding(tokens, state["tok_emb.weight"]))
+    x0 = norm(F.embedding(tokens, state["tok_emb.weight"]))
+    if config.smear:
+        x0 = torch.cat((x0[:, :1], x0[:, 1:] + state["smear"] * x0[:, :-1]), 1)
+    x = x0
     stack, half = [], config.num_layers // 2
     for i in range(config.num_layers):
         w = {name.removeprefix(f"blocks.{i}."): t for name, t in state.items() if name.startswith(f"blocks.{i}.")}
@@ -120,11 +129,19 @@ def reference_logits(model, tokens):
             group = head * config.num_kv_heads // config.num_heads
             part = slice(head * width, (head + 1) * width), slice(group * width, (group + 1) * width)
             q = w["attn.q_gain"][head] * rotate(norm(h @ w["attn.c_q.weight"][part[0]].T))
-            k = rotate(norm(h @ w["attn.c_k.weight"][part[1]].T))
+            k, v = h @ w["attn.c_k.weight"][part[1]].T, h @ w["attn.c_v.weight"][part[1]].T
+            if config.shift_keys:
+                k[:, 1:, width // 2:], k[:, 0, width // 2:] = k[:, :-1, width // 2:].clone(), 0
+            k = rotate(norm(k))
             scores = (q @ k.mT / width**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-            heads.append(scores.softmax(-1) @ (h @ w["attn.c_v.weight"][part[1]].T))
+            y = scores.softmax(-1) @ v
+            if config.exclusive_attn:
+                y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+            heads.append(y)
         x = x + w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
-        x = x + w["mlp_scale"] * ((norm(x) @ w["mlp.fc.weight"].T).relu() ** 2 @ w["mlp.proj.weight"].T)
+        hidden = norm(x) @ w["mlp.fc.weight"].T
+        hidden = torch.where(hidden > 0, hidden, config.mlp_slope * hidden) ** 2
+        x = x + w["mlp_scale"] * (hidden @ w["mlp.proj.weight"].T)
         if i < half:
             stack.append(x)
     logits = norm(x) @ state.get("lm_head.weight", state["tok_emb.weight"]).T
@@ -134,7 +151,8 @@ def reference_logits(model, tokens):
 @pytest.mark.parametrize("changes", [
     dict(num_layers=5), dict(num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=False),
     dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0),
-    dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="blocks")])
+    dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="blocks"),
+    dict(num_layers=3, num_heads=4, num_kv_heads=2, **SWITCHES)])
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))

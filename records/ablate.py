@@ -1,0 +1,115 @@
+"""Train variations of one setting with several seeds, and print what each is worth.
+
+    python records/ablate.py control 'slope MLP_SLOPE=0.5' 'wide MLP_MULT=3' --base records/presets/cpu_1mb.env \\
+        --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_sp1024 ...
+
+A variation is a name and its settings; the first one is what the others are compared with. All run for the same
+ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variation costs in time. Runs that have
+finished with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
+
+The last columns are the loss of targets whose pair with the token before is new in its row, and of those that the row
+has had: the second falls when the model has learned to copy from context.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import ROOT, deviation, read_events, table
+from run import state_of
+
+sys.path.append(str(ROOT))
+
+import train_gpt  # noqa: E402
+
+SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
+
+
+def train(name: str, seed: str, settings: dict[str, str], threads: int) -> list[dict]:
+    """Train a variation unless that has been done. Returns the events of its log. Exits if the run fails."""
+    run_id = f"ablate_{name}_{seed}"
+    given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", "MAX_WALLCLOCK_SECONDS": "0"}
+    if state_of(run_id, given, ranks=1) != "finished":
+        started = time.monotonic()
+        words = [f"{key}={value}" for key, value in given.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        result = subprocess.run([sys.executable, "train_gpt.py", *words], cwd=ROOT, env=environment,
+                                capture_output=True, text=True, check=False)
+        if result.returncode:
+            sys.exit(f"ablate.py: {run_id} ended with status {result.returncode}: {result.stderr[-400:]}")
+        print(f"{run_id}: {time.monotonic() - started:.0f} s", flush=True)
+    return read_events(ROOT / "logs" / f"{run_id}.jsonl")
+
+
+@torch.no_grad()
+def loss_by_novelty(run_id: str, overrides: dict) -> tuple[float, float]:
+    """Return the mean loss in nats of targets whose pair with the token before is new in its row, and of the others."""
+    config, _ = train_gpt.load_config([f"{name}={text}" for name, (text, _) in overrides.items()], {})
+    config = train_gpt.replace(config, dtype="float32", attn="math")
+    model = train_gpt.GPT(config)
+    train_gpt.load_weights(model, ROOT / config.out_dir / "final_model.pt")
+    tokens = train_gpt.load_validation(config)[1].astype(np.int64)
+    rows = min(len(tokens) - 1, SCORED_TOKENS) // config.train_seq_len
+    inputs, targets = (tokens[i:][:rows * config.train_seq_len].reshape(rows, -1) for i in (0, 1))
+    is_new = np.zeros(inputs.shape, dtype=bool)
+    for row, pairs in enumerate(inputs * config.vocab_size + targets):
+        is_new[row, np.unique(pairs, return_index=True)[1]] = True
+    batches = zip(torch.from_numpy(inputs).split(16), torch.from_numpy(targets).split(16))
+    nats = torch.cat([F.cross_entropy(model.logits(model.hidden(x)).mT, y, reduction="none") for x, y in batches])
+    return float(nats[is_new].mean()), float(nats[~is_new].mean())
+
+
+def parse(words: list[str]) -> dict[str, str]:
+    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{word!r} is not VARIABLE=value")
+    return dict(word.split("=", 1) for word in words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variations", nargs="+", metavar="'NAME VARIABLE=value ...'")
+    parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
+    parser.add_argument("--seeds", default="1337,1338", help="numbers, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, which share the cores")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
+    options = parser.parse_args()
+    try:
+        lines = Path(options.base).read_text(encoding="utf-8").splitlines() if options.base else []
+        common = parse([line for line in lines if line and line[0] != "#"] + options.settings)
+        trials = [(name, seed, {**common, **parse(words)}) for name, *words in map(str.split, options.variations)
+                  for seed in options.seeds.split(",")]
+    except (OSError, ValueError) as error:
+        sys.exit(f"ablate.py: {error}")
+    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        logs = list(pool.map(lambda trial: train(*trial, threads), trials))
+    results = {}
+    for (name, seed, _), events in zip(trials, logs):
+        last = {event["event"]: event for event in events}
+        novelty = loss_by_novelty(f"ablate_{name}_{seed}", events[0]["overrides"])
+        results.setdefault(name, []).append((
+            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty))
+    rows = []
+    first = statistics.mean(numbers[0] for numbers in next(iter(results.values())))
+    for name, numbers in results.items():
+        score, exported, size, new, repeated = map(statistics.mean, zip(*numbers))
+        spread = deviation([number[0] for number in numbers])
+        rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", f"{exported:.4f}",
+                     f"{size:,.0f}", f"{new:.3f}", f"{repeated:.3f}"])
+    header = "| | bits per byte | change | after export | artifact, bytes | new pairs | repeated pairs |"
+    print("\n".join(table(header, rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The recipe's switches: what they compute, against definitions written out here, and what they must never change."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import train_gpt
+from conftest import events, make_shards, run_here, tiny_arguments, tiny_config
+from test_model import SWITCHES, trained_like
+from test_optim import make_run
+
+ALL = [*({name: value} for name, value in SWITCHES.items()), SWITCHES]
+RECIPE = {**{name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()},
+          "MUON_POLAR": 1, "AVERAGE_HORIZON": 0.2, "WARMDOWN_FRACTION": 0.5, "EMBED_FLOAT32": 1,
+          "GPTQ_BATCHES": 1, "EXPORT_BITS": 5, "EMBED_BITS": 6, "EXPORT_CODER": "huffman", "EVAL_STRIDE": 8,
+          "INT8_KEEP_FLOAT_MAX_NUMEL": 100, "SIZE_CAP": 50_000}
+
+
+@pytest.mark.parametrize("changes", ALL, ids=lambda changes: "-".join(changes))
+def test_a_row_does_not_depend_on_its_batch_and_probabilities_sum_to_one(changes):
+    model = trained_like(tiny_config(num_layers=3, num_heads=4, num_kv_heads=2, **changes))
+    tokens = torch.randint(0, 260, (6, 33), generator=torch.Generator().manual_seed(1))
+    logits = model.logits(model.hidden(tokens[:, :-1]))
+    for rows in ([2], [5, 2, 0]):
+        torch.testing.assert_close(model.logits(model.hidden(tokens[rows, :-1])), logits[rows], rtol=1e-5, atol=1e-5)
+    shares = logits.double().softmax(-1)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(6, 32, dtype=torch.float64))
+    nats = -shares.gather(-1, tokens[:, 1:, None]).log().mean()
+    assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(nats.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("length, stride", [(32, 32), (32, 8), (64, 24), (48, 1), (5000, 7)])
+def test_windows_score_every_token_once_with_the_longest_context(length, stride):
+    run = make_run(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192)
+    for p in run.model.parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 260, (7 * 32 + 1,), generator=torch.Generator().manual_seed(2))
+    run.val_tokens, run.val_bytes = tokens.numpy().astype("uint16"), 1000
+    length_used, total, scored, stop = min(length, 224), 0.0, 0, 0
+    while scored < 224:  # one window after another
+        stop = min(stop + stride, 224) if stop else length_used
+        window = tokens[stop - length_used:stop + 1]
+        logits = run.model.logits(run.model.hidden(window[None, :-1]))[0]
+        new = stop - scored
+        total += F.cross_entropy(logits[-new:], window[-new:], reduction="sum").item()
+        scored += new
+    loss, bpb = train_gpt.evaluate(run, length, stride)
+    assert loss == pytest.approx(total / 224, rel=1e-5)
+    assert bpb == pytest.approx(total / math.log(2) / 1000, rel=1e-5)
+
+
+def test_warmdown_as_a_fraction_of_the_time_or_of_the_steps():
+    config = tiny_config(iterations=100, warmdown_fraction=0.4, warmdown_iters=0, min_lr=0.1)
+    for step, wanted in ((0, 1.0), (60, 1.0), (80, 0.55), (100, 0.1)):
+        assert train_gpt.lr_factor(config, step, 1e6) == pytest.approx(wanted)
+    config = tiny_config(iterations=10_000, warmdown_fraction=0.4, max_wallclock_seconds=10.0)
+    for elapsed_ms, wanted in ((0, 1.0), (6000, 1.0), (8000, 0.5), (10_500, 0.0)):
+        assert train_gpt.lr_factor(config, 10, elapsed_ms) == pytest.approx(wanted)
+
+
+def test_the_average_is_over_a_fraction_of_the_steps():
+    run = make_run(average_horizon=0.5)
+    run.average = [p.detach().float().clone() for p in run.model.parameters()]
+    tokens = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0))
+    run.loader = type("Loader", (), {"batch": lambda self, step: (tokens[:, :-1], tokens[:, 1:])})()
+    means = None
+    for step in range(4):
+        run.step = step
+        train_gpt.train_step(run, 1.0)
+        weights = [p.detach().clone() for p in run.model.parameters()]
+        share = 1 / (1 + 0.5 * step)
+        means = weights if means is None else [share * w + (1 - share) * m for w, m in zip(weights, means)]
+    torch.testing.assert_close(run.average, means)
+    train_gpt.finish(run)
+    torch.testing.assert_close([p.detach() for p in run.model.parameters()], means)
+
+
+def test_polar_express_moves_singular_values_closer_to_one():
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 32, 48)
+    spread = [(torch.linalg.svdvals(train_gpt.orthogonalize(matrices, 5, torch.float32, table).float()) - 1).abs().max()
+              for table in (train_gpt.JORDAN, train_gpt.POLAR)]
+    assert spread[1] < 0.2 < spread[0]
+
+
+def test_polar_express_begins_with_rows_of_one_norm(monkeypatch):
+    run, seen = make_run(muon_polar=True), []
+    monkeypatch.setattr(train_gpt, "orthogonalize", lambda updates, *rest: (seen.append(updates), updates)[1])
+    for p in run.model.parameters():
+        p.grad = torch.randn_like(p)
+    run.optimizers[1].step()
+    assert seen
+    for updates in seen:
+        torch.testing.assert_close(updates.norm(dim=2), torch.ones(updates.shape[:2]))
+
+
+def test_the_table_in_float32():
+    assert train_gpt.GPT(tiny_config(dtype="bfloat16")).tok_emb.weight.dtype == torch.bfloat16
+    assert train_gpt.GPT(tiny_config(dtype="bfloat16", embed_float32=True)).tok_emb.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
+@pytest.mark.parametrize("deviations", [0.0, 2.0])
+def test_rounding_to_few_bits(bits, deviations):
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    values, scales = train_gpt.round_rows(weight, bits, deviations, None)
+    levels = 2 ** (bits - 1) - 1
+    limit = deviations * weight.std(1) if deviations else weight.abs().amax(1)
+    assert values.dtype == torch.int8 and scales.dtype == torch.float16 and values.abs().max() == levels
+    torch.testing.assert_close(scales.float(), limit / levels, rtol=1e-3, atol=2e-7)
+    wanted = torch.minimum(weight.abs(), limit[:, None]) * weight.sign()
+    difference = (values.float() * scales.float()[:, None] - wanted).abs()
+    assert (difference <= 0.51 * limit[:, None] / levels + 1e-3 * limit[:, None]).all()
+    same, _ = train_gpt.round_rows(weight, bits, deviations, torch.eye(64))  # nothing to make good
+    assert torch.equal(same, values)
+
+
+def test_gptq_halves_the_error_of_the_outputs():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(500, 16, generator=generator) @ torch.randn(16, 64, generator=generator)  # correlated
+    inputs += 0.1 * torch.randn(500, 64, generator=generator)
+    inputs[:, 5] = 0  # a column that is never used
+    weight = torch.randn(32, 64, generator=generator)
+    errors = []
+    for gram in (None, inputs.T @ inputs):
+        values, scales = train_gpt.round_rows(weight, 4, 0.0, gram)
+        errors.append(((values * scales[:, None].float() - weight) @ inputs.T).norm().item())
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_calibration_sums_the_inputs_of_each_matrix(tied):
+    run = make_run(tie_embeddings=tied, num_layers=3, gptq_batches=2, **{**SWITCHES, "smear": False})
+    for p in run.model.parameters():
+        torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+    batches = torch.randint(0, 260, (2, 32, 33), generator=torch.Generator().manual_seed(0))
+    run.loader = type("Loader", (), {"batch": lambda self, step: (batches[step, :, :-1], batches[step, :, 1:])})()
+    grams = train_gpt.calibrate(run)
+    head = "tok_emb.weight" if tied else "lm_head.weight"
+    matrices = {name for name, p in run.model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}
+    assert grams.keys() == matrices | {head}
+    last = train_gpt.rms_norm(run.model.hidden(batches[..., :-1].flatten(0, 1))).flatten(0, 1)
+    torch.testing.assert_close(grams[head], last.mT @ last, rtol=1e-4, atol=1e-3)
+    first = run.model.blocks[0]
+    x = train_gpt.rms_norm(run.model.tok_emb(batches[..., :-1].flatten(0, 1))) * first.resid_mix.sum(0)
+    x = train_gpt.rms_norm(x).flatten(0, 1)
+    torch.testing.assert_close(grams["blocks.0.attn.c_k.weight"], x.mT @ x, rtol=1e-4, atol=1e-3)
+    for name, gram in grams.items():
+        assert gram.shape == (run.model.get_parameter(name).size(1),) * 2
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_huffmans_file_is_as_small_as_its_entropy_allows_and_is_read_like_the_other(tmp_path, bits):
+    config = tiny_config(model_dim=128, export_bits=bits, embed_bits=bits, int8_keep_float_max_numel=1000)
+    model = trained_like(config)
+    files = {}
+    for coder in ("zlib", "huffman"):
+        config = train_gpt.replace(config, export_coder=coder)
+        data, payload, raw_bytes = train_gpt.pack(model.state_dict(), config)
+        assert len(zlib.decompress(data)) == raw_bytes > payload
+        files[coder] = data
+        (tmp_path / coder).write_bytes(data)
+        train_gpt.load_weights(train_gpt.GPT(config), tmp_path / coder)
+    values = train_gpt.quantize(model.state_dict(), config)[0]["quantized"].values()
+    entropy = sum(-count * math.log2(count / v.numel()) / 8 for v in values
+                  for count in np.unique(v.numpy(), return_counts=True)[1])
+    rest = raw_bytes - sum(v.numel() for v in values)  # floats, names and headers
+    assert len(files["huffman"]) < 1.02 * entropy + rest
+    assert bits > 4 or len(files["huffman"]) < len(files["zlib"])
+
+
+def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, capsys):
+    data = make_shards(tmp_path)
+    arguments = tiny_arguments(data, **RECIPE, RUN_ID="whole", CHECKPOINT_EVERY=2, OUT_DIR=tmp_path / "a")
+    run_here(monkeypatch, tmp_path, *arguments)
+    out = capsys.readouterr().out
+    whole = events(tmp_path, "whole")
+    sizes = [int(line.split()[0].removeprefix("size:")) for line in out.splitlines() if line.startswith("size:")]
+    assert len(sizes) == 3 and all(train_gpt.Path(train_gpt.__file__).stat().st_size < size for size in sizes)
+    assert out.count("bytes of SIZE_CAP=50000 WARNING: too large; lower EXPORT_BITS") == 3
+    windows, final = whole[-2:]
+    assert (final["event"], windows["event"]) == ("final", "windows") and windows["val_loss"] != final["val_loss"]
+    assert f"windows length:32 stride:8 val_loss:{windows['val_loss']:.8f}" in out
+
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        data, **RECIPE, RUN_ID="again", OUT_DIR=tmp_path / "b", CHECKPOINT_EVERY=2,
+        RESUME=tmp_path / "a" / "checkpoints" / "whole_00000002.pt"))
+    assert (tmp_path / "a" / "final_model.int8.ptz").read_bytes() == (tmp_path / "b" / "final_model.int8.ptz").read_bytes()
+
+    capsys.readouterr()
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        data, **{**RECIPE, "GPTQ_BATCHES": 0}, RUN_ID="score", ITERATIONS=0, OUT_DIR=tmp_path / "c",
+        INIT_FROM=tmp_path / "a" / "final_model.int8.ptz"))
+    scored = [event for event in events(tmp_path, "score") if event["event"] == "val"][0]
+    assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("EXPORT_BITS=3", r"EXPORT_BITS='3' must be one of 4\|5\|6\|7\|8"),
+    ("EVAL_STRIDE=5000", "EVAL_STRIDE=5000 must be at most 4096, the tokens in a window")])
+def test_settings_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        train_gpt.load_config([wrong], {})
