@@ -165,6 +165,8 @@ class Config:
         heads = self.num_heads
         require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
                 f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
+        require(self.rope_dims % 2 == 0 and self.rope_dims * heads <= self.model_dim,
+                f"ROPE_DIMS={self.rope_dims} must be even and at most {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         length = self.eval_seq_len or self.train_seq_len
@@ -882,14 +884,13 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
-def round_rows(weight: Tensor, bits: int, deviations: float,
-               gram: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
     """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). The
-    limit of a row is its largest value, or that many standard deviations. With `gram`, the sum of
+    limit of a row is `clip` standard deviations, or its largest value. With `gram`, the sum of
     x x^T over inputs x, the later columns make good an earlier one's error (arXiv:2210.17323)."""
     rows = weight.float()
     levels = 2 ** (bits - 1) - 1
-    limits = deviations * rows.std(1) if deviations else rows.abs().amax(1)
+    limits = clip * rows.std(1) if clip else rows.abs().amax(1)
     scales = (limits / levels).clamp_min(1e-7).half()
     steps = scales.float()
     if gram is None:
@@ -934,7 +935,7 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
     """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
-    artifact, payload = quantize(state, config, grams)
+    artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
     raw = saved(artifact)
     coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}  # no repetitions
     packer = zlib.compressobj(9, strategy=coders[config.export_coder])
@@ -1059,8 +1060,7 @@ def export(run: "Run", code: bytes) -> None:
         start_ms = run.ranks.now_ms()
         loss, bpb = evaluate(run, c.eval_seq_len, c.eval_stride)
         eval_ms = run.ranks.now_ms() - start_ms
-        run.log.line(f"windows length:{c.eval_seq_len or c.train_seq_len} stride:{c.eval_stride} "
-                     f"val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
+        run.log.line(f"windows val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
         run.log.event("windows", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
     start_ms = run.ranks.now_ms()
     loss, bpb = evaluate(run)

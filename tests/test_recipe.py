@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import events, make_shards, run_here, tiny_arguments, tiny_config
+from conftest import REPOSITORY, events, make_shards, run_here, tiny_arguments, tiny_config
 from test_model import SWITCHES, trained_like
 from test_optim import make_run
 
+PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 ALL = [*({name: value} for name, value in SWITCHES.items()), SWITCHES]
 RECIPE = {**{name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()},
           "MUON_POLAR": 1, "AVERAGE_HORIZON": 0.2, "WARMDOWN_FRACTION": 0.5, "EMBED_FLOAT32": 1,
@@ -184,7 +185,7 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     assert out.count("bytes of SIZE_CAP=50000 WARNING: too large; lower EXPORT_BITS") == 3
     windows, final = whole[-2:]
     assert (final["event"], windows["event"]) == ("final", "windows") and windows["val_loss"] != final["val_loss"]
-    assert f"windows length:32 stride:8 val_loss:{windows['val_loss']:.8f}" in out
+    assert f"windows val_loss:{windows['val_loss']:.8f}" in out
 
     run_here(monkeypatch, tmp_path, *tiny_arguments(
         data, **RECIPE, RUN_ID="again", OUT_DIR=tmp_path / "b", CHECKPOINT_EVERY=2,
@@ -199,8 +200,26 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
+def test_presets_train_and_export(tmp_path, monkeypatch, preset):
+    """Their switches on a small model: the shape, the data and the clock are the tests'."""
+    lines = [line for line in preset.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    settings = dict(line.split("=", 1) for line in lines)
+    train_gpt.load_config(lines, {})
+    small = {"MODEL_DIM": 128, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "NUM_LAYERS": 3, "ITERATIONS": 20, "VAL_LOSS_EVERY": 0,
+             "MAX_WALLCLOCK_SECONDS": 0, "INT8_KEEP_FLOAT_MAX_NUMEL": 1000, "RUN_ID": "preset"}
+    small |= {name: 16 for name in ("ROPE_DIMS", "EVAL_STRIDE") if name in settings}
+    tiny = dict(argument.split("=", 1) for argument in tiny_arguments(make_shards(tmp_path), **small))
+    run_here(monkeypatch, tmp_path, *(f"{name}={value}" for name, value in {**settings, **tiny}.items()))
+    log = events(tmp_path, "preset")
+    first, final = next(event for event in log if event["event"] == "train"), log[-1]
+    assert final["step"] == 20 and final["val_loss"] < first["train_loss"] - 0.1
+
+
 @pytest.mark.parametrize("wrong, message", [
     ("EXPORT_BITS=3", r"EXPORT_BITS='3' must be one of 4\|5\|6\|7\|8"),
+    ("ROPE_DIMS=66", "ROPE_DIMS=66 must be even and at most 64"),
+    ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("EVAL_STRIDE=5000", "EVAL_STRIDE=5000 must be at most 4096, the tokens in a window")])
 def test_settings_that_cannot_be(wrong, message):
     with pytest.raises(ValueError, match=message):
