@@ -576,7 +576,7 @@ class Attention(nn.Module):
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
-        if self.config.shift_keys:  # one layer can then find what followed a token before
+        if self.config.shift_keys:  # one layer can then copy (KellerJordan/modded-nanogpt#169)
             now, earlier = k.chunk(2, dim=3)
             k = torch.cat((now, F.pad(earlier[:, :-1], (0, 0, 0, 0, 1, 0))), dim=3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
@@ -590,7 +590,7 @@ class Attention(nn.Module):
         return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
 
 class MLP(nn.Module):
-    """Two linear layers with a squared ReLU between them (arXiv:2109.08668)."""
+    """Two linear layers with a squared ReLU (arXiv:2109.08668), perhaps leaky, between them."""
     def __init__(self, config: Config):
         super().__init__()
         self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
@@ -635,7 +635,7 @@ class GPT(nn.Module):
         half_head = config.model_dim // config.num_heads // 2
         rotating = config.rope_dims // 2 or half_head
         exponents = torch.arange(half_head, dtype=torch.float32) / rotating
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # 0: no rotation
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
@@ -659,7 +659,7 @@ class GPT(nn.Module):
         angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
-        if self.smear is not None:
+        if self.smear is not None:  # also across documents, as attention (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * F.pad(x0[:, :-1], (0, 0, 1, 0))
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
@@ -1248,7 +1248,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    if run.average:  # over a fraction of the steps so far, so that the number need not be known
+    if run.average:  # polynomial (arXiv:1212.1824): the number of steps need not be known
         weights = [p.detach().float() for p in run.model.parameters()]
         torch._foreach_lerp_(run.average, weights, 1 / (1 + config.average_horizon * run.step))
     return loss_sum, norm
@@ -1426,10 +1426,10 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"train_gpt.py: {error}")
     except RuntimeError as error:
-        text = str(error)
+        text = str(error)[:400]
         if "out of memory" not in text and "t allocate memory" not in text:
             raise
-        sys.exit(f"train_gpt.py: {text[:400]}\nTo save memory, lower MICRO_BATCH_TOKENS")
+        sys.exit(f"train_gpt.py: {text}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()

@@ -105,6 +105,44 @@ esac""")
     assert ("MAX_WALLCLOCK_SECONDS=120" in started) == ("FineWeb could not be fetched" in result.stdout) == (not reachable)
 
 
+def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
+    shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
+    stand_in(checkout, "python", """case "$*" in
+*device_count*) echo 0 ;;
+*prepare.py*) mkdir -p data/datasets/sotu_sp2048; touch data/datasets/sotu_sp2048/manifest.json; echo "$*" ;;
+*) touch logs/x.txt ;;
+esac""")
+    result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh --preset cpu_1mb NUM_LAYERS=2")
+    assert result.returncode == 0, result.stderr
+    assert "data/prepare.py sotu --tokenizer sp2048 --out data/datasets/sotu_sp2048" in result.stdout
+    command = next(line for line in result.stdout.splitlines() if line.startswith(".venv/bin/python train_gpt.py")).split()
+    names = [word.split("=")[0] for word in command[2:]]
+    assert len(names) == len(set(names)) and "MLP_SLOPE" not in names  # it is in the environment
+    assert {"DATA_PATH=data/datasets/sotu_sp2048", "SHIFT_KEYS=1", "MODEL_DIM=192", "NUM_LAYERS=2"} <= set(command)
+    assert "GRAD_ACCUM_STEPS" not in names and "MAX_WALLCLOCK_SECONDS=598" in command  # not the quick start's 120
+    wrong = shell(checkout, "run.sh", "--preset", "nope")
+    assert wrong.returncode and "There is no records/presets/nope.env. Presets: cpu_1mb h100_1gpu_16mb" in wrong.stderr
+
+
+def test_ablations_are_trained_once_and_compared(checkout):
+    data = make_shards(checkout)
+    base = checkout / "base.env"
+    base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=2, EXPORT_BITS=6)))
+    command = [sys.executable, "records/ablate.py", "plain", "slope MLP_SLOPE=0.5", "--base", str(base), "--seeds", "1,2", "--jobs", "2"]
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    first, again = (subprocess.run(command, cwd=checkout, env=clean, capture_output=True, text=True, timeout=240, check=False)
+                    for _ in range(2))
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert "ablate_slope_2: " in first.stdout and "ablate_" not in again.stdout
+    assert first.stdout.endswith(again.stdout)
+    plain, slope = ([cell.strip() for cell in line.split("|")[1:-1]] for line in again.stdout.splitlines()[2:])
+    logs = [json.loads(line) for line in (checkout / "logs" / "ablate_plain_1.jsonl").read_text().splitlines()]
+    assert plain[0] == "plain" and plain[2] == "+0.0000" and slope[0] == "slope" and slope[2] != "+0.0000"
+    assert min(float(plain[5]), float(plain[6])) - 0.02 < logs[-1]["val_loss"] < max(float(plain[5]), float(plain[6])) + 0.02
+    wrong = subprocess.run([*command[:2], "x MLP_SLOPE"], cwd=checkout, env=clean, capture_output=True, text=True, check=False)
+    assert wrong.returncode and "ablate.py: 'MLP_SLOPE' is not VARIABLE=value" in wrong.stderr
+
+
 def test_run_sh_uses_a_pytorch_that_is_there(checkout):
     """The interpreter named by PYTHON has one: nothing pinned is installed over it."""
     shutil.rmtree(checkout / ".venv")
