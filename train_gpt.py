@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults must not hold the process group at the end
+import torch.distributed.nn.functional  # first: its defaults would keep a group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -93,7 +93,7 @@ class Config:
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
-    eval_seq_len: int = free(0, "tokens in a window of a second final score; 0: TRAIN_SEQ_LEN")
+    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
     eval_stride: int = free(0, "tokens by which its windows move; 0: no overlap")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
@@ -113,7 +113,7 @@ class Config:
     mlp_slope: float = var(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = var(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = var(False, "take half of each key from the token before")
-    exclusive_attn: bool = var(False, "remove each token's own value from attention's output")
+    exclusive_attn: bool = var(False, "remove a token's own value from its output")
     smear: bool = var(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -126,7 +126,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_polar: bool = var(False, "Muon with rows of one norm and Polar Express's coefficients")
+    muon_polar: bool = var(False, "rows of one norm, Polar Express's coefficients")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
     beta1: float = var(0.9, "Adam's decay of the first moment")
@@ -136,9 +136,9 @@ class Config:
     weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
     lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = var(0.0, "lower it over this last part of the run, instead")
+    warmdown_fraction: float = var(0.0, "lower the rates in this last part of a run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
-    average_horizon: float = var(0.0, "average the weights over this fraction of the steps; 0: off")
+    average_horizon: float = var(0.0, "average weights over this fraction of steps")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
@@ -150,10 +150,10 @@ class Config:
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = free(0.0, "standard deviations at a row's limit; 0: its largest value")
+    export_clip: float = free(0.0, "deviations at a row's limit; 0: its largest")
     gptq_batches: int = free(0, "correct rounding by N training batches (GPTQ); 0: off")
     export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
-    size_cap: int = free(0, "bytes that code and artifact may have, shown in the log; 0: off")
+    size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
 
     def __post_init__(self):
         for f in fields(self):
@@ -576,21 +576,21 @@ class Attention(nn.Module):
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
-        if self.config.shift_keys:  # one layer can then copy (KellerJordan/modded-nanogpt#169)
+        if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
             now, earlier = k.chunk(2, dim=3)
             k = torch.cat((now, F.pad(earlier[:, :-1], (0, 0, 0, 0, 1, 0))), dim=3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
         y = causal_attention(q, k, v, self.config.attn)
-        if self.config.exclusive_attn:  # the part along a token's own value goes (arXiv:2603.09078)
+        if self.config.exclusive_attn:  # arXiv:2603.09078
             own = rms_norm(v)[:, :, None]
             y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
             y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
         return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
 
 class MLP(nn.Module):
-    """Two linear layers with a squared ReLU (arXiv:2109.08668), perhaps leaky, between them."""
+    """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
     def __init__(self, config: Config):
         super().__init__()
         self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
@@ -659,7 +659,7 @@ class GPT(nn.Module):
         angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
-        if self.smear is not None:  # also across documents, as attention (modded-nanogpt#130)
+        if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * F.pad(x0[:, :-1], (0, 0, 1, 0))
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
@@ -856,7 +856,7 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float
     limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
     batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
     stops = np.minimum(length + stride * np.arange(windows + batch), count)
-    starts = np.concatenate(([0], stops[:-1]))  # of what is new; nothing is after the last window
+    starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
     nats = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
@@ -937,7 +937,7 @@ def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes,
     """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
     artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
     raw = saved(artifact)
-    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}  # no repetitions
+    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}
     packer = zlib.compressobj(9, strategy=coders[config.export_coder])
     return packer.compress(raw) + packer.flush(), payload, len(raw)
 
@@ -1017,7 +1017,7 @@ def calibrate(run: "Run") -> dict[str, Tensor]:
 
     parts = (("attn.c_q", "attn.c_k", "attn.c_v"), ("attn.proj",), ("mlp.fc",), ("mlp.proj",))
     products = [[f"blocks.{i}.{part}.weight" for part in product]
-                for i in range(run.config.num_layers) for product in parts]  # in their order
+                for i in range(run.config.num_layers) for product in parts]
     products.append(["tok_emb.weight" if run.model.lm_head is None else "lm_head.weight"])
     sums = [0.0] * len(products)
     rows = run.config.micro_batch_tokens // run.config.train_seq_len
@@ -1301,7 +1301,7 @@ def train(run: Run) -> None:
                      f"train_time:{run.time_ms:.0f}ms "
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
             log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
-            if config.size_cap and run.ranks.rank == 0:  # a model that will not fit is seen early
+            if config.size_cap and run.ranks.rank == 0:  # seen early
                 size = len(pack(run.model.state_dict(), config, run.grams)[0]) + run.code_bytes
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
                 log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
@@ -1426,10 +1426,10 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"train_gpt.py: {error}")
     except RuntimeError as error:
-        text = str(error)[:400]
+        text = f"train_gpt.py: {error}"
         if "out of memory" not in text and "t allocate memory" not in text:
             raise
-        sys.exit(f"train_gpt.py: {text}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+        sys.exit(f"{text:.400}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()

@@ -419,7 +419,8 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, d
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
      "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS or MODEL_DIM"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS")])
+     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS"),
+    (RuntimeError("a compiler's long story, " * 40 + "out of memory"), "long story.*MICRO_BATCH_TOKENS")])
 def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, wanted):
     def train(run):
         raise error
