@@ -44,10 +44,15 @@ JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is 
 POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
          (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
-INT8_PERCENTILE = 0.9999984
 CHECKPOINT_FORMAT = 2
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
 REPEATING = ("blocks", "efficient", "math")  # kernels that need keys and values for each query head
+# Rank, world size, rank and ranks of the machine: torchrun's, Open MPI's, MPICH's, PALS's, srun's.
+LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
+SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -56,12 +61,14 @@ def require(condition, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
-def var(default, text: str, choices: str = "", low: float = 0, free: bool = False):
-    """A field of Config. `choices` are joined by "|"; a resumed run may change a `free` one."""
-    about = {"help": text, "choices": choices, "low": low, "free": free}
+def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
+    """A field of Config. `choices` are joined by "|". A resumed run may change what is "free"; an
+    artifact carries what is "kept"."""
+    about = {"help": text, "choices": choices, "low": low, "kind": kind}
     return field(default=default, metadata=about)
 
-free = partial(var, free=True)
+free = partial(var, kind="free")
+kept = partial(var, kind="kept")
 
 @dataclass(frozen=True)
 class Config:
@@ -73,6 +80,7 @@ class Config:
     init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
     data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
     tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
+    tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
     loader: str = var("sequential", "order of the training text", "sequential|shuffled")
     overfit: bool = var(False, "train on the first batch again and again")
     # Device
@@ -88,7 +96,7 @@ class Config:
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
     warmdown_iters: int = var(3000, "lower the learning rate in the last N steps", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
-    train_seq_len: int = var(4096, "tokens in a row, in training and validation", low=1)
+    train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
@@ -97,24 +105,24 @@ class Config:
     eval_stride: int = free(0, "tokens by which its windows move; 0: no overlap")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
-    vocab_size: int = var(1024, "tokens in the tokenizer's vocabulary", low=1)
-    vocab_pad: int = var(1, "round the rows of the tables up to a multiple of N", low=1)
-    num_layers: int = var(9, "blocks; the first half feeds skips to the second half", low=1)
-    model_dim: int = var(512, "width of the residual stream", low=1)
-    num_heads: int = var(8, "query heads, which share MODEL_DIM", low=1)
-    num_kv_heads: int = var(4, "key/value heads; must divide NUM_HEADS", low=1)
-    mlp_mult: int = var(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
-    tie_embeddings: bool = var(True, "use one table for input and output")
-    rope_base: float = var(10000.0, "base of the rotary frequencies", low=1)
-    logit_softcap: float = var(30.0, "limit of the logits, by tanh", low=1e-3)
+    vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
+    vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
+    num_layers: int = kept(9, "blocks; the first half feeds skips to the second half", low=1)
+    model_dim: int = kept(512, "width of the residual stream", low=1)
+    num_heads: int = kept(8, "query heads, which share MODEL_DIM", low=1)
+    num_kv_heads: int = kept(4, "key/value heads; must divide NUM_HEADS", low=1)
+    mlp_mult: int = kept(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
+    tie_embeddings: bool = kept(True, "use one table for input and output")
+    rope_base: float = kept(10000.0, "base of the rotary frequencies", low=1)
+    logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3)
     qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
     init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
-    mlp_slope: float = var(0.0, "slope of the MLP's ReLU below 0, before the square")
-    rope_dims: int = var(0, "dimensions of a head that rotate; 0: all")
-    shift_keys: bool = var(False, "take half of each key from the token before")
-    exclusive_attn: bool = var(False, "remove a token's own value from its output")
-    smear: bool = var(False, "add a learned share of the token before to each embedding")
+    mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
+    rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
+    shift_keys: bool = kept(False, "take what rotates slowly in a key from the token before")
+    exclusive_attn: bool = kept(False, "remove a token's own value from its output")
+    smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
     optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
@@ -138,7 +146,6 @@ class Config:
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of a run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
-    average_horizon: float = var(0.0, "average weights over this fraction of steps")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
@@ -165,8 +172,8 @@ class Config:
         heads = self.num_heads
         require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
                 f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
-        require(self.rope_dims % 2 == 0 and self.rope_dims * heads <= self.model_dim,
-                f"ROPE_DIMS={self.rope_dims} must be even and at most {self.model_dim // heads}")
+        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < self.model_dim,
+                f"ROPE_DIMS={self.rope_dims} must be even and less than {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         length = self.eval_seq_len or self.train_seq_len
@@ -194,6 +201,8 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     for argument in arguments:
         name, _, text = argument.partition("=")
         given[name] = (text, "argument")
+    path = given.get("INIT_FROM", ("",))[0]
+    given = {name: (text, path) for name, text in read_description(path).items()} | given
     # Clusters and containers use these three names for something else.
     for name in given.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
         text, place = given[name]
@@ -252,11 +261,31 @@ class Ranks:
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
 
+def find_ranks() -> list[int]:
+    """The launcher's numbers. Raises ValueError if nothing tells where the machine of rank 0 is."""
+    env = os.environ
+    launchers = [names.split() for names in LAUNCHERS.splitlines()]
+    names = next((names for names in launchers if set(names) <= env.keys()), [])
+    if not names:
+        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of torchrun's "
+                "variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        if int(env.get("SLURM_NTASKS", 1)) > 1:
+            print("warning: this is one process; srun starts SLURM_NTASKS", file=sys.stderr)
+        return [0, 1, 0, 1]
+    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's can be "4(x2)"
+    hosts = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
+    if not hosts and "PBS_NODEFILE" in env:
+        hosts = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8")
+    elif not hosts and "SLURM_NODELIST" in env:
+        hosts = subprocess.check_output(["scontrol", "show", "hostnames"], text=True)
+    require(hosts, "MASTER_ADDR must be set to the address of rank 0's machine")
+    env["MASTER_ADDR"] = hosts.split()[0]
+    env.setdefault("MASTER_PORT", "29500")
+    return numbers
+
 def start_ranks(config: Config) -> Ranks:
-    """Choose the device and join torchrun's process group. Raises ValueError for a bad DEVICE."""
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    """Choose the device and join the process group. Raises ValueError for a bad DEVICE."""
+    rank, world_size, local_rank, local_size = find_ranks()
     has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
     available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
     usable = [name for name in available if available[name]]
@@ -272,7 +301,6 @@ def start_ranks(config: Config) -> Ranks:
         require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if world_size > 1:
         store = None
@@ -392,14 +420,10 @@ class TokenLoader:
         self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
         self.pieces = config.train_batch_tokens // self.length  # of a step, over all ranks
         self.step_tokens = self.pieces * self.stride
-        if config.overfit:
-            self.epoch_tokens = self.step_tokens
         self.batch(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
         """The position of a piece's first token; pieces are counted from the first step on."""
-        if self.config.overfit:
-            piece %= self.pieces  # every step reads what step 0 did
         if not self.shuffled:
             return piece * self.stride % self.tokens
         epoch, place = divmod(piece, self.rows)
@@ -420,7 +444,7 @@ class TokenLoader:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's inputs and targets of a step, from 0 on: (rows, T) int64 on the device."""
-        first = step * self.pieces
+        first = 0 if self.config.overfit else step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
@@ -541,7 +565,8 @@ class BlockAttention(torch.autograd.Function):
         return torch.cat(dq, dim=2), dk.to(q.dtype), dv.to(q.dtype)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-    """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, T, C)."""
+    """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, S, C). S is T, or
+    T is 1 and its token the last of S."""
     groups = q.size(1) // k.size(1)
     if groups > 1 and kernel in REPEATING:
         k = k.repeat_interleave(groups, dim=1)
@@ -549,7 +574,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     if kernel == "blocks":
         return BlockAttention.apply(q, k, v)
     grouped = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
+
+def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
+    """x (B, T, ...) of the token before; for the first, zero or what the cache has."""
+    if cache is None:
+        return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+    x = torch.cat((cache.get(name, torch.zeros_like(x[:, :1])), x), dim=1)
+    cache[name] = x[:, -1:]
+    return x[:, :-1]
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """x (..., D) @ weight.T (D, N) * scale (N,) in x's type. The scale multiplies the weight,
@@ -572,19 +605,24 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
-            now, earlier = k.chunk(2, dim=3)
-            k = torch.cat((now, F.pad(earlier[:, :-1], (0, 0, 0, 0, 1, 0))), dim=3)
+            pairs = k.unflatten(3, (2, -1))  # that rotate, the slow ones last
+            fast = self.config.rope_dims // 2 or pairs.size(4) // 2
+            slow = token_before(pairs[..., fast:], cache, "key")
+            k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
+        own = rms_norm(v)[:, :, None]
+        if cache is not None:
+            k = cache["k"] = torch.cat((cache.get("k", k[:, :, :0]), k), dim=2)
+            v = cache["v"] = torch.cat((cache.get("v", v[:, :, :0]), v), dim=2)
         y = causal_attention(q, k, v, self.config.attn)
         if self.config.exclusive_attn:  # arXiv:2603.09078
-            own = rms_norm(v)[:, :, None]
             y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
             y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
         return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
@@ -612,10 +650,10 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(ones.clone())
         self.resid_mix = nn.Parameter(torch.stack((ones, 0 * ones)))
 
-    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale)
+        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale, cache)
         return x + self.mlp(rms_norm(x), self.mlp_scale)
 
 class GPT(nn.Module):
@@ -653,20 +691,23 @@ class GPT(nn.Module):
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
                 self.tok_emb.bfloat16()
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type."""
-        positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32)
+    def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
+        """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type. To go on
+        with a text one token at a time, pass the same list of dicts, first empty, one per block."""
+        caches = caches or [None] * len(self.blocks)
+        seen = caches[0]["k"].size(2) if caches[0] else 0
+        positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32) + seen
         angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
-            x0 = x0 + self.smear.to(x0.dtype) * F.pad(x0[:, :-1], (0, 0, 1, 0))
+            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "x0")
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
-            x = block(x, x0, cos, sin)
+            x = block(x, x0, cos, sin, caches[i])
             if i < self.half:
                 pushed.append(x)
         return x
@@ -689,13 +730,6 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.hidden(tokens), targets)
-
-    def flops_per_token(self) -> int:
-        """FLOPs of forward and backward: 6 per matrix weight, plus causal attention."""
-        lookup = 0 if self.lm_head is None else self.tok_emb.weight.numel()
-        products = sum(p.numel() for name, p in self.named_parameters() if name.endswith("weight"))
-        attention = len(self.blocks) * self.config.train_seq_len * self.config.model_dim
-        return 6 * (products - lookup + attention)
 
 def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
     """Enable one attention kernel alone; return its output and gradients for a random row of the
@@ -877,7 +911,7 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
     values = rows.abs()
     # The percentile of a row, interpolated linearly, from a partial sort.
-    place = INT8_PERCENTILE * (rows.size(1) - 1)
+    place = 0.9999984 * (rows.size(1) - 1)
     top = values.topk(rows.size(1) - int(place)).values
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
     scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
@@ -909,8 +943,13 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes: large float tensors as int8, others as floats.
     `grams` are those of calibrate."""
+    path = config.tokenizer_path
+    about = {"TOKENIZER_PATH": os.path.basename(path) if os.path.isabs(path) else path,
+             **{f.name.upper(): getattr(config, f.name) for f in fields(Config)
+                if f.metadata["kind"] == "kept"}}
     artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
-                "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {}}
+                "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {},
+                "about": json.dumps(about)}
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
@@ -932,6 +971,23 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
             artifact["passthrough_orig_dtypes"][name] = dtype
     parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
     return artifact, sum(t.nbytes for part in parts for t in part.values())
+
+def read_description(path: str) -> dict[str, str]:
+    """The variables in an artifact; {} for other files, of which load_weights will tell."""
+    try:
+        start = zlib.decompressobj().decompress(Path(path).read_bytes(), 1 << 20)
+        about = json.loads(re.search(rb'{"TOKENIZER_PATH": .*?}', start)[0])
+        return {name: str(value) for name, value in about.items()}
+    except (OSError, zlib.error, TypeError, ValueError, RecursionError):
+        return {}
+
+def load(path: str | Path, **variables) -> GPT:
+    """The model of an artifact, in float32 on the CPU. Files without variables need the model's."""
+    words = {"DTYPE": "float32", **variables, "INIT_FROM": path}
+    config, _ = load_config([f"{name}={value}" for name, value in words.items()], {})
+    model = GPT(config)
+    load_weights(model, path)
+    return model
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
     """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
@@ -1033,7 +1089,8 @@ def calibrate(run: "Run") -> dict[str, Tensor]:
 
 def export(run: "Run", code: bytes) -> None:
     """Write final_model.pt and final_model.int8.ptz, and score what the latter holds."""
-    if run.ranks.rank == 0:
+    as_it_is = run.config.iterations == 0 and run.config.init_from.endswith(".ptz")
+    if run.ranks.rank == 0 and not as_it_is:
         floats = Path(run.config.out_dir, "final_model.pt")
         packed = Path(run.config.out_dir, "final_model.int8.ptz")
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
@@ -1099,7 +1156,7 @@ def state_of(run: "Run") -> dict:
     """Everything that training changes; the tensors are the live ones."""
     return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-            "scaler": run.scaler.state_dict(), "average": run.average}
+            "scaler": run.scaler.state_dict()}
 
 def restore(run: "Run", state: dict) -> None:
     """Restore the run to `state`, which state_of returned."""
@@ -1107,8 +1164,6 @@ def restore(run: "Run", state: dict) -> None:
     for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     run.scaler.load_state_dict(state["scaler"])
-    for tensor, value in zip(run.average, state.get("average", []), strict=True):
-        tensor.copy_(value)
     run.step = int(state["step"])
     run.time_ms = float(state["time_ms"])
 
@@ -1117,7 +1172,7 @@ def resume(run: "Run", state: dict) -> None:
     try:
         old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
         new = asdict(run.config)
-        fixed = [f.name for f in fields(Config) if not f.metadata["free"]]
+        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
         changed = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
                    for name in fixed if old[name] != new[name]]
         require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
@@ -1171,10 +1226,8 @@ class Run:
         if config.init_from and not checkpoint:
             load_weights(self.model, config.init_from)
         self.model.to(ranks.device)
-        averaged = self.model.parameters() if config.average_horizon else ()
         self.grams = {}  # calibrate's
         self.code_bytes = len(source.encode("utf-8"))
-        self.average = [p.detach().float().clone() for p in averaged]
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
@@ -1248,9 +1301,6 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    if run.average:  # polynomial (arXiv:1212.1824): the number of steps need not be known
-        weights = [p.detach().float() for p in run.model.parameters()]
-        torch._foreach_lerp_(run.average, weights, 1 / (1 + config.average_horizon * run.step))
     return loss_sum, norm
 
 def warm_up(run: Run) -> None:
@@ -1259,19 +1309,9 @@ def warm_up(run: Run) -> None:
     before = saved(state_of(run))
     for step in range(1, steps + 1):
         train_step(run, 1.0, micro_batches=1)
-        if steps <= 20 or step % 10 == 0 or step == steps:
-            run.log.line(f"warmup_step:{step}/{steps}")
+        run.log.line(f"warmup_step:{step}/{steps}")
     restore(run, read_archive(before))
     run.first_bad.fill_(-1)
-
-def finish(run: Run) -> None:
-    """The last work on the training clock: put the averaged weights into place, and calibrate."""
-    start_ms = run.ranks.now_ms()
-    for p, mean in zip(run.model.parameters(), run.average):
-        p.data.copy_(mean)
-    if run.config.gptq_batches and run.loader:
-        run.grams = calibrate(run)
-    run.time_ms += run.ranks.now_ms() - start_ms
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
@@ -1292,8 +1332,10 @@ def train(run: Run) -> None:
             save_checkpoint(run)
         if run.stop_signal:
             break
-        if done:
-            finish(run)
+        if done and config.gptq_batches and run.loader:
+            start_ms = run.ranks.now_ms()
+            run.grams = calibrate(run)
+            run.time_ms += run.ranks.now_ms() - start_ms
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
             loss, bpb = evaluate(run)
@@ -1373,10 +1415,14 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     limit = config.micro_batch_tokens or limits.get(device, rows // spans_per_rank * length)
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
     new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    path = Path(config.tokenizer_path)
+    digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is not the tokenizer "
+            f"with TOKENIZER_SHA256={config.tokenizer_sha256}")
     return replace(config, device=device, run_id=config.run_id or new_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
-                   fused=config.fused and device != "mps")
+                   fused=config.fused and device != "mps", tokenizer_sha256=digest)
 
 def announce(run: Run, overrides: dict) -> None:
     """Log the data, the model and the settings, in the lines that the published trainer prints."""
@@ -1388,8 +1434,7 @@ def announce(run: Run, overrides: dict) -> None:
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
     run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
                   world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
-                  flops_per_token=run.model.flops_per_token(), val_tokens=val_tokens,
-                  val_bytes=run.val_bytes, data_sha256=run.data_sha256)
+                  val_tokens=val_tokens, val_bytes=run.val_bytes, data_sha256=run.data_sha256)
     run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \

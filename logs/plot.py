@@ -11,6 +11,7 @@ band from the smallest to the largest. A resumed run starts with the steps in it
 import argparse
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -137,14 +138,24 @@ def read_run(text: str) -> Run:
     return run
 
 
+def flops_per_token(config: dict) -> int:
+    """Return the FLOPs of forward and backward for a token: 6 for each weight of a product, plus causal
+    attention. `config` has the trainer's settings by name."""
+    width = config["MODEL_DIM"]
+    kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
+    rows = math.ceil(config["VOCAB_SIZE"] / config["VOCAB_PAD"]) * config["VOCAB_PAD"]
+    products = 2 * width + 2 * kv_width + 2 * config["MLP_MULT"] * width
+    return 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + rows)
+
+
 def mfu_of(start: dict, rate: float) -> float | None:
     """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses. `start` is a "config"
-    event, which has the GPU and the FLOPs per token. Return None if the peak is unknown, as in float32."""
+    event, which has the GPU and the settings. Return None if the peak is unknown, as in float32."""
     gpu = start.get("gpu", "")
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)]
     if not peaks or start["config"]["DTYPE"] == "float32":
         return None
-    return rate * start["flops_per_token"] / (start["world_size"] * peaks[0] * 1e12)
+    return rate * flops_per_token(start["config"]) / (start["world_size"] * peaks[0] * 1e12)
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:

@@ -140,8 +140,6 @@ def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader, wor
     config = train_gpt.replace(config, overfit=True)
     again = steps(config, world_size, 4)
     assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
-    one = loaders(config, 1)[0]
-    assert one.epoch_tokens == one.step_tokens == (1024 if loader == "shuffled" else 1024 + config.grad_accum_steps)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])

@@ -27,12 +27,15 @@ final_int8_zlib_roundtrip_exact val_loss:2.07269931 val_bpb:1.2243657{seed}
 """
 
 
+SHAPE = {"NUM_LAYERS": 9, "MODEL_DIM": 512, "NUM_HEADS": 8, "NUM_KV_HEADS": 4, "MLP_MULT": 2, "TRAIN_SEQ_LEN": 4096,
+         "VOCAB_SIZE": 1024, "VOCAB_PAD": 1}
+
+
 def write_events(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, gpu="",
                  dtype="bfloat16", data="a/set"):
     settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": 1000,
-                "DATA_PATH": data, "DTYPE": dtype}
-    events = [{"event": "config", "config": settings, "overrides": {}, "world_size": 2, "gpu": gpu,
-               "flops_per_token": 10 ** 10}]
+                "DATA_PATH": data, "DTYPE": dtype, **SHAPE}
+    events = [{"event": "config", "config": settings, "overrides": {}, "world_size": 2, "gpu": gpu}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
     for step in steps:
@@ -92,14 +95,20 @@ def test_the_table_has_the_settings_that_differ(tmp_path):
     ("NVIDIA L4", "bfloat16", "4.1%"), ("NVIDIA L40S", "bfloat16", "1.4%"), ("NVIDIA H100 80GB HBM3", "bfloat16", "0.5%"),
     ("NVIDIA H100 PCIe", "bfloat16", "0.7%"), ("Tesla T4", "float16", "7.7%"), ("NVIDIA L4", "float32", ""),
     ("NVIDIA L400", "bfloat16", ""), ("", "bfloat16", "")])
-def test_mfu_is_of_the_gpus_that_the_log_names(tmp_path, gpu, dtype, wanted):
+def test_mfu_is_of_the_gpus_that_the_log_names(tmp_path, monkeypatch, gpu, dtype, wanted):
     """By hand for the L4: 1,002.5 tokens/s of 1e10 FLOP on two GPUs of 121 TFLOP/s."""
+    monkeypatch.setattr(plot, "flops_per_token", lambda config: 10 ** 10)
     old = write_events(tmp_path / "old.jsonl")
     events = [json.loads(line) for line in old.read_text().splitlines()]
-    old.write_text("".join(json.dumps({key: e[key] for key in e.keys() - {"gpu", "flops_per_token"}}) + "\n" for e in events))
+    old.write_text("".join(json.dumps({key: e[key] for key in e.keys() - {"gpu"}}) + "\n" for e in events))
     new = write_events(tmp_path / "new.jsonl", gpu=gpu, dtype=dtype)
     rows = {row[0]: row[1:] for row in plot.table_of([plot.read_run(str(path)) for path in (old, new)])}
     assert rows["MFU, median"] == ["", wanted]
+
+
+def test_flops_count_products_and_causal_attention():
+    matrices = 9 * (512 * 512 * 2 + 2 * 256 * 512 + 2 * 1024 * 512) + 1024 * 512
+    assert plot.flops_per_token(SHAPE) == 6 * matrices + 27_648 * 4096
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):

@@ -654,11 +654,13 @@ class Trainer:
             if settings[name] == value:
                 return subprocess.CompletedProcess(command, 1, "", f"a warning\n{error}\n")
         self.runs.append(settings)
-        config = {**settings, "TRAIN_BATCH_TOKENS": int(settings["TRAIN_BATCH_TOKENS"]), "TRAIN_SEQ_LEN": 256,
-                  "VOCAB_SIZE": 50257, "DEVICE": "cuda", "FUSED": settings["FUSED"] == "1"}
+        shape = {"NUM_LAYERS": 12, "MODEL_DIM": 768, "NUM_HEADS": 12, "NUM_KV_HEADS": 12, "MLP_MULT": 4, "VOCAB_PAD": 1,
+                 "VOCAB_SIZE": 50257, "TRAIN_SEQ_LEN": 256}
+        config = {**settings, **shape, "TRAIN_BATCH_TOKENS": int(settings["TRAIN_BATCH_TOKENS"]), "DEVICE": "cuda",
+                  "FUSED": settings["FUSED"] == "1"}
         overrides = {name: [text, "argument"] for name, text in settings.items()}
         events = [{"event": "config", "config": config, "overrides": overrides, "world_size": ranks, "threads": 2,
-                   "torch": "2", "gpu": "NVIDIA H100 80GB HBM3", "flops_per_token": 10 ** 9}]
+                   "torch": "2", "gpu": "NVIDIA H100 80GB HBM3"}]
         events += [{"event": "train", "step": step, "train_loss": 9.0, "train_time_ms": 10.0 * step, "mem_mib": 0}
                    for step in range(1, int(settings["ITERATIONS"]) + 1)]
         events.append({"event": "export", "code_sha256": "0" * 64})

@@ -1,0 +1,113 @@
+"""Write an artifact as safetensors with config.json and a model card, and read it back.
+
+    python records/export_hf.py final_model.int8.ptz huggingface/
+    python records/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192     if it does not say them itself
+
+The folder has float32 tensors under the trainer's names, and its variables in config.json. records/sample.py and
+load_folder read it. transformers, vLLM and llama.cpp cannot run it: they have no model with this attention, these skips
+and this logit cap. Any software can read the tensors.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from common import ROOT, load_json
+
+sys.path.append(str(ROOT))
+
+import train_gpt  # noqa: E402
+
+CARD = """---
+library_name: safetensors
+tags:
+- text-generation
+---
+# {name}
+
+A language model of {parameters:,} parameters, trained by `train_gpt.py` with a context of {context} tokens.
+`config.json` has the trainer's variables; `model.safetensors` has its tensors in float32, under the trainer's names.
+
+    git clone <the trainer>
+    python records/sample.py {name} --prompt "..."
+
+In Python, with the repository's root and records/ on the path:
+
+    from export_hf import load_folder
+    model = load_folder("{name}")
+    logits = model.logits(model.hidden(tokens))     # tokens: int64 (rows, length)
+
+transformers, vLLM and llama.cpp cannot run this model; they can read its tensors. The tokenizer is
+`{tokenizer}` (SHA-256 {digest}).
+"""
+
+
+def load_folder(folder: Path | str) -> train_gpt.GPT:
+    """Load the model in a folder that this script wrote, in float32 on the CPU. Raises ValueError."""
+    folder = Path(folder)
+    try:
+        from safetensors.torch import load_file
+        words = [f"{name}={value}" for name, value in load_json(folder / "config.json")["variables"].items()]
+        config, _ = train_gpt.load_config([*words, "DTYPE=float32"], {})
+        if (folder / config.tokenizer_path).is_file():
+            config = replace(config, tokenizer_path=str(folder / config.tokenizer_path))
+        model = train_gpt.GPT(config)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except Exception as error:  # a missing package, and damaged files, which fail in many ways
+        raise ValueError(f"{folder} cannot be loaded: {error}") from None
+    return model
+
+
+def write_folder(model: train_gpt.GPT, folder: Path) -> None:
+    """Write the model's tensors, config.json, README.md, and its tokenizer if that is a file. Raises OSError."""
+    from safetensors.torch import save_file
+    config = model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Path(config.tokenizer_path)
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, folder / tokenizer.name)
+    kept = {f.name.upper(): getattr(config, f.name) for f in fields(config) if f.metadata["kind"] == "kept"}
+    about = {"model_type": "train_gpt", "architectures": ["GPT"],
+             "variables": {"TOKENIZER_PATH": tokenizer.name, **kept}}
+    (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(CARD.format(
+        name=folder.resolve().name, parameters=sum(p.numel() for p in model.parameters()), tokenizer=tokenizer.name,
+        context=config.train_seq_len, digest=config.tokenizer_sha256 or "unknown"), encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+
+
+@torch.inference_mode()
+def compare(model: train_gpt.GPT, other: train_gpt.GPT) -> float:
+    """Return the largest difference of two models' logits for a row of random tokens."""
+    tokens = torch.randint(model.config.vocab_size, (1, model.config.train_seq_len))
+    return float((model.logits(model.hidden(tokens)) - other.logits(other.hidden(tokens))).abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="artifact or state dict")
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value", help="of a model that does not say them itself")
+    options = parser.parse_args()
+    if not find_spec("safetensors"):
+        sys.exit("export_hf.py: safetensors must be installed: pip install safetensors")
+    try:
+        model = train_gpt.load(options.model, **dict(word.split("=", 1) for word in options.settings))
+        write_folder(model, options.folder)
+        difference = compare(model, load_folder(options.folder))
+    except (ValueError, OSError) as error:
+        sys.exit(f"export_hf.py: {error}")
+    if difference:
+        sys.exit(f"export_hf.py: what was read back from {options.folder} differs by {difference}")
+    print(f"{options.folder}: read back, its logits are those of {options.model}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Using what was trained: artifacts that describe themselves, text from them, safetensors, and several launchers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import sample
+import torch
+import train_gpt
+from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
+from test_model import SWITCHES, trained_like
+
+NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with final_model.int8.ptz and final_model.pt, its data, and the run's last event."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = make_shards(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_here(monkeypatch, folder, *tiny_arguments(
+            data, RUN_ID="run", **NAMES, EXPORT_BITS=5, EXPORT_CODER="huffman", INT8_KEEP_FLOAT_MAX_NUMEL=100))
+    return folder, data, events(folder, "run")[-1]
+
+
+def test_an_artifact_needs_no_shape_variables(trained, tmp_path, monkeypatch, capsys):
+    """Nor training data; and it is scored as it is, not rounded again."""
+    folder, data, final = trained
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "tiny_val_000000.bin").write_bytes((data / "tiny_val_000000.bin").read_bytes())
+    words = [f"DATA_PATH={tmp_path / 'only'}", "TOKENIZER_PATH=byte260", "DTYPE=float32", "COMPILE=0", "DEVICE=cpu"]
+    run_here(monkeypatch, tmp_path, *words, "ITERATIONS=0", f"INIT_FROM={folder / 'final_model.int8.ptz'}", "RUN_ID=score")
+    assert events(tmp_path, "score")[-1]["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
+    assert not (tmp_path / "final_model.int8.ptz").exists()
+    assert "Serialized" not in capsys.readouterr().out
+    run_here(monkeypatch, tmp_path, *words, "ITERATIONS=0", f"INIT_FROM={folder / 'final_model.int8.ptz'}", "RUN_ID=longer",
+             "TRAIN_SEQ_LEN=64")  # what is set by hand wins
+    assert events(tmp_path, "longer")[0]["config"]["TRAIN_SEQ_LEN"] == 64
+
+
+def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
+    folder, data, _ = trained
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": [""] * 4 + [chr(i) for i in range(256)]}))
+    with pytest.raises(SystemExit, match=r"other.json is not the tokenizer with TOKENIZER_SHA256=[0-9a-f]{64}"):
+        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={other}", "ITERATIONS=0", "COMPILE=0",
+                 f"INIT_FROM={folder / 'final_model.int8.ptz'}")
+
+
+def test_what_an_artifact_says_is_small_and_checked(trained, tmp_path):
+    folder, *_ = trained
+    about = train_gpt.read_description(folder / "final_model.int8.ptz")
+    assert about["MODEL_DIM"] == "32" and about["SHIFT_KEYS"] == "True" and about["TOKENIZER_PATH"] == "byte260"
+    assert len(json.dumps(about)) < 600 and not {"DATA_PATH", "OUT_DIR", "SEED"} & about.keys()
+    assert train_gpt.read_description(folder / "final_model.pt") == {}
+    assert train_gpt.read_description(tmp_path / "none") == {}
+    with pytest.raises(ValueError, match="NUM_LAYERS='many'"):
+        train_gpt.load_config(["NUM_LAYERS=many", f"INIT_FROM={folder / 'final_model.int8.ptz'}"], {})
+
+
+def test_settings_that_this_script_does_not_know_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(train_gpt, "read_description", lambda path: {"NEW_SWITCH": "1"})
+    with pytest.raises(ValueError, match=r"NEW_SWITCH='1' \(new.ptz\) is not a variable of this script"):
+        train_gpt.load_config(["INIT_FROM=new.ptz"], {})
+
+
+def test_load_gives_a_notebook_the_model(trained):
+    folder, *_ = trained
+    model = train_gpt.load(folder / "final_model.int8.ptz")
+    floats = train_gpt.load(folder / "final_model.pt", **{name: value for name, value in tiny_variables().items()})
+    tokens = torch.randint(0, 260, (2, 32))
+    difference = model.logits(model.hidden(tokens)) - floats.logits(floats.hidden(tokens))
+    assert 0 < difference.abs().max() < 1  # rounded to 5 bits
+    with pytest.raises(ValueError, match="final_model.pt cannot be loaded into this model"):
+        train_gpt.load(folder / "final_model.pt")
+
+
+def tiny_variables() -> dict:
+    kept = [f.name for f in train_gpt.fields(train_gpt.Config) if f.metadata["kind"] == "kept"]
+    return {name.upper(): getattr(tiny_config(**SWITCHES), name) for name in kept}
+
+
+@pytest.mark.parametrize("changes", [{}, SWITCHES, dict(shift_keys=True), dict(tie_embeddings=False, num_layers=1)])
+@pytest.mark.parametrize("first", [1, 7, 32])
+def test_cached_and_uncached_logits_agree(changes, first):
+    model = trained_like(tiny_config(**{"num_heads": 4, "num_kv_heads": 2, "num_layers": 3, **changes}))
+    tokens = torch.randint(0, 260, (2, 32))
+    wanted = model.logits(model.hidden(tokens))
+    caches = [{} for _ in model.blocks]
+    parts = [model.hidden(tokens[:, :first], caches)]
+    parts += [model.hidden(tokens[:, i:i + 1], caches) for i in range(first, 32)]
+    torch.testing.assert_close(model.logits(torch.cat(parts, 1)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def draw(logits, count=2000, **changes):
+    options = sample.argparse.Namespace(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes})
+    generator = torch.Generator().manual_seed(1)
+    return [sample.choose(torch.tensor(logits), options, generator) for _ in range(count)]
+
+
+def test_tokens_are_drawn_as_the_options_say():
+    logits = [0.0, 2.0, 1.0, -1.0]
+    shares = torch.tensor(logits).softmax(0)
+    drawn = draw(logits)
+    for token in range(4):
+        assert drawn.count(token) / 2000 == pytest.approx(shares[token].item(), abs=0.03)
+    assert set(draw(logits, temperature=0)) == {1}
+    assert set(draw(logits, top_k=2)) == {1, 2}
+    assert set(draw(logits, top_p=0.7)) == {1, 2}  # 0.61 and 0.22
+    assert set(draw(logits, top_p=0.6)) == {1}
+    assert draw(logits, temperature=0.01, count=50) == [1] * 50
+
+
+class Counter(torch.nn.Module):
+    """Stands in for a model: it expects the number of tokens in the cache, up to the BOS after 50."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.config = tiny_config(train_seq_len=window)
+        self.blocks = [None]
+        self.read = []
+
+    def hidden(self, tokens, caches):
+        self.read.append(tokens.tolist()[0])
+        return tokens[..., None]
+
+    def logits(self, x):
+        following = x[..., 0] + 1
+        return torch.nn.functional.one_hot(torch.where(following > 50, 1, following), 260).float()
+
+
+def test_a_text_goes_on_when_the_cache_is_full_and_ends_with_the_document():
+    options = sample.argparse.Namespace(temperature=0, length=100)
+    model = Counter(window=8)
+    assert list(sample.generate(model, [10, 11, 12], 1, options, None)) == list(range(13, 51))
+    assert model.read[:7] == [[10, 11, 12], [13], [14], [15], [16], [17], [15, 16, 17, 18]]
+    options.length = 5
+    assert list(sample.generate(model, list(range(2, 30)), 1, options, None)) == [30, 31, 32, 33, 34]
+
+
+def run_script(name, *arguments, **options):
+    return subprocess.run([sys.executable, str(REPOSITORY / "records" / name), *map(str, arguments)], text=True,
+                          capture_output=True, check=False, **options)
+
+
+def test_text_comes_from_the_artifact_and_from_safetensors(trained, tmp_path):
+    folder, *_ = trained
+    options = ["--prompt", "the quick", "--length", "12", "--samples", "2", "--seed", "3"]
+    first = run_script("sample.py", folder / "final_model.int8.ptz", *options)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count("the quick") == 2 and "tokens/s]" in first.stderr
+    assert run_script("sample.py", folder / "final_model.int8.ptz", *options).stdout == first.stdout
+    pytest.importorskip("safetensors")
+    written = run_script("export_hf.py", folder / "final_model.int8.ptz", tmp_path / "hf")
+    assert written.returncode == 0, written.stderr
+    assert "its logits are those of" in written.stdout
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert run_script("sample.py", tmp_path / "hf", *options).stdout == first.stdout
+    asked = run_script("sample.py", tmp_path / "hf", "--interactive", "--length", "3", input="the\nfox\n")
+    assert asked.stdout.startswith("the") and "\nfox" in asked.stdout
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["missing.ptz"], "missing.ptz cannot be loaded"), (["ARTIFACT", "--tokenizer", "none.model"], "none.model is not here"),
+    (["ARTIFACT", "--tokenizer", "gpt2"], "--tokenizer gpt2 is not the one"),
+    (["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model")])
+def test_what_cannot_be_sampled_is_named(trained, arguments, message):
+    folder, *_ = trained
+    result = run_script("sample.py", *(str(folder / "final_model.int8.ptz") if a == "ARTIFACT" else a for a in arguments))
+    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "SLURM_NODELIST": "node[07-08]", "SLURM_NTASKS": "8"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_NODELIST": "node[07-08]"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Sets only a launcher's variables, with a host file and an scontrol of the test's."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("x3001c0s1\nx3001c0s1\nx3002c0s1\n")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames' ] && printf 'node07\\nnode08\\n'\n")
+    scontrol.chmod(0o755)
+
+    def launch(variables, **more):
+        for name in [name for names in train_gpt.LAUNCHERS.split() for name in [names]]:
+            monkeypatch.delenv(name, raising=False)
+        for name in ("MASTER_ADDR", "MASTER_PORT", "PBS_NODEFILE", "SLURM_NODELIST", "SLURM_NTASKS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**variables, **more}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        numbers = train_gpt.find_ranks()
+        return numbers, train_gpt.os.environ.get("MASTER_ADDR"), train_gpt.os.environ.get("MASTER_PORT")
+
+    launch.nodes = str(nodes)
+    return launch
+
+
+def test_ranks_and_the_first_machine_are_found_under_every_launcher(launched):
+    assert launched({}) == ([0, 1, 0, 1], None, None)
+    assert launched(TORCHRUN) == ([3, 4, 1, 2], "host", "1")
+    assert launched({**SRUN, **TORCHRUN}) == ([3, 4, 1, 2], "host", "1")  # torchrun, started by srun
+    assert launched(MPICH) == ([1, 2, 1, 2], "127.0.0.1", "29500")
+    assert launched(SRUN) == ([5, 8, 1, 4], "node07", "29500")
+    assert launched(PALS, PBS_NODEFILE=launched.nodes) == ([5, 8, 1, 4], "x3001c0s1", "29500")
+    assert launched({**OPEN_MPI, **BATCH}) == ([5, 8, 1, 4], "node07", "29500")  # mpirun in a batch job
+    assert launched(OPEN_MPI, MASTER_ADDR="a", MASTER_PORT="2") == ([5, 8, 1, 4], "a", "2")
+
+
+def test_one_process_in_a_job_stays_one_and_says_so(launched, capsys):
+    assert launched(BATCH)[0] == [0, 1, 0, 1]
+    assert "this is one process; srun starts SLURM_NTASKS" in capsys.readouterr().err
+
+
+def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched):
+    with pytest.raises(ValueError, match="WORLD_SIZE is set, but not all of torchrun's variables"):
+        launched({"WORLD_SIZE": "2", "RANK": "0"})
+    with pytest.raises(ValueError, match="MASTER_ADDR must be set to the address of rank 0's machine"):
+        launched(OPEN_MPI)
+
+
+def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
+    """Without MPI: the variables that its mpirun would set. Each rank logs what torchrun's would."""
+    folder, data, _ = trained
+    environment = {**train_gpt.os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29617"}
+    processes = []
+    for rank in ("0", "1"):
+        variables = {**MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}
+        processes.append(subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "train_gpt.py"), *tiny_arguments(data, RUN_ID="mpi")], cwd=tmp_path,
+            env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    one = run_trainer(tmp_path, *tiny_arguments(data, RUN_ID="one", OUT_DIR="one"))
+    assert one.returncode == 0, one.stderr
+    found, wanted = ([e["train_loss"] for e in events(tmp_path, name) if e["event"] == "train"] for name in ("mpi", "one"))
+    assert found == pytest.approx(wanted, abs=1e-5) and "world_size:2" in outputs[0]
