@@ -118,11 +118,16 @@ printf '%q ' "${command[@]}"
 echo
 "${command[@]}"
 log=$(ls -t logs/*.txt | sed -n 1p)
+artifact=$(sed -n '1s/.*"OUT_DIR": "\([^"]*\)".*/\1/p' "${log%.txt}.jsonl")/final_model.int8.ptz
+echo
+echo "A sample of what it writes:"
+.venv/bin/python records/sample.py "$artifact" --length 80 || true
 cat <<END
 
 log       $log, and ${log%.txt}.jsonl with one event a line
-artifact  final_model.int8.ptz, and final_model.pt with all weights, in OUT_DIR (default: here)
-next      .venv/bin/python train_gpt.py --help
+artifact  $artifact; final_model.pt beside it has all weights
+next      .venv/bin/python records/sample.py $artifact --interactive
+          .venv/bin/python train_gpt.py --help
           .venv/bin/python data/prepare.py --help      your own text
           ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03         other settings
 END

@@ -15,12 +15,14 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -75,27 +77,50 @@ def settings() -> tuple[list[str], dict[str, str], list[float] | None]:
     return arguments, environment, json.loads((GOLDEN / "A" / "expected.json").read_text())["train_loss"]
 
 
-def program(*names: str) -> str:
-    """The first of some programs that is installed. Raises Missing."""
-    for name in names:
-        if shutil.which(name):
-            return name
-    raise Missing(f"{names[0]} is not installed")
+def need(*programs: str, root: bool = False) -> None:
+    """Raises Missing unless the programs are installed and, with `root`, this is root."""
+    missing = [name for name in programs if not shutil.which(name)]
+    if missing:
+        raise Missing(f"not installed: {', '.join(missing)}")
+    if root and os.geteuid():
+        raise Missing("needs root")
 
 
-def mpirun(flavour: str, ranks: int) -> list[str]:
-    name = program(f"mpirun.{flavour}")
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [name, *options, "-n", str(ranks)]
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Runs a command in a folder. Raises RuntimeError with its output if it fails."""
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    if result.returncode:
+        raise RuntimeError((result.stderr or result.stdout)[-2000:])
+
+
+def with_python(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    run([*TRAINER, *words], folder, environment)
+
+
+def with_torchrun(folder: Path, words: list[str], environment: dict[str, str], ranks: int) -> None:
+    run([*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", TRAINER[1], *words], folder, environment)
+
+
+def with_open_mpi(folder: Path, words: list[str], environment: dict[str, str], ranks: int) -> None:
+    need("mpirun.openmpi")
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    run(["mpirun.openmpi", *options, *TRAINER, *words], folder, environment)
+
+
+def with_mpich(folder: Path, words: list[str], environment: dict[str, str], ranks: int) -> None:
+    need("mpirun.mpich")
+    run(["mpirun.mpich", "-n", str(ranks), *TRAINER, *words], folder, environment)
+
+
+def with_srun(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    need("srun", "sinfo", "slurmctld", "slurmd", "munged", root=True)
+    with slurm(folder / "slurm") as configuration:
+        run(["srun", "--mpi=none", "-n", "2", *TRAINER, *words], folder, {**environment, **configuration})
 
 
 @contextmanager
 def slurm(folder: Path):
     """A Slurm of one node, for as long as it is needed. Yields the variables by which srun finds it."""
-    for name in ("srun", "slurmctld", "slurmd", "munged"):
-        program(name)
-    if os.geteuid():
-        raise Missing("only root can start Slurm here")
     (folder / "state").mkdir(parents=True)
     key = folder / "key"
     key.write_bytes(os.urandom(1024))
@@ -124,9 +149,7 @@ def slurm(folder: Path):
 @contextmanager
 def two_hosts():
     """Two network namespaces with a link between them."""
-    program("ip")
-    if os.geteuid():
-        raise Missing("only root can make network namespaces")
+    need("ip", "tc", root=True)
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -147,38 +170,71 @@ def two_hosts():
             subprocess.run(["ip", "netns", "del", host], check=False)
 
 
-def start_host(host: str, folder: Path, arguments: list[str], environment: dict) -> subprocess.Popen:
+def start_host(host: str, folder: Path, words: list[str], environment: dict[str, str]) -> subprocess.Popen:
     """Starts torchrun on one of the two hosts."""
     command = ["ip", "netns", "exec", host, *TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2",
                "--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}",
-               TRAINER[1], *arguments]
+               TRAINER[1], *words]
     return subprocess.Popen(command, cwd=folder, env={**environment, "GLOO_SOCKET_IFNAME": LINK[host]}, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def run_hosts(folder: Path, arguments: list[str], environment: dict, kill: bool = False) -> None:
-    """Trains on both hosts. With `kill`, the second one is killed after the first checkpoint and started again."""
-    hosts = {host: start_host(host, folder, arguments, environment) for host in HOSTS}
-    if kill:
+def on_two_hosts(folder: Path, words: list[str], environment: dict[str, str], slow: bool = False) -> None:
+    with two_hosts():
+        if slow:
+            run(["tc", "-n", "train-a", "qdisc", "add", "dev", LINK["train-a"], "root", "netem", "delay", "10ms",
+                 "rate", "100mbit"], folder, environment)
+        wait_for({host: start_host(host, folder, words, environment) for host in HOSTS})
+
+
+def on_two_hosts_with_a_kill(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """The second host is killed, with all its processes, after the first checkpoint, and started again."""
+    words = [*words, "CHECKPOINT_EVERY=5", "RESUME=auto"]
+    with two_hosts():
+        hosts = {host: start_host(host, folder, words, environment) for host in HOSTS}
         while not list(folder.glob("checkpoints/*.pt")):
             time.sleep(0.05)
-        os.killpg(hosts["train-b"].pid, 9)
+        os.killpg(hosts["train-b"].pid, signal.SIGKILL)
         hosts["train-b"].wait()
-        print(f"killed train-b after {sorted(path.name for path in folder.glob('checkpoints/*.pt'))[-1]}", flush=True)
-        hosts["train-b"] = start_host("train-b", folder, arguments, environment)
-    outputs = [process.communicate(timeout=600)[0] for process in hosts.values()]
-    for process, output in zip(hosts.values(), outputs):
+        newest = max(path.name for path in folder.glob("checkpoints/*.pt"))
+        print(f"train-b was killed after {newest} was written, and started again", flush=True)
+        hosts["train-b"] = start_host("train-b", folder, words, environment)
+        wait_for(hosts)
+
+
+def wait_for(hosts: dict[str, subprocess.Popen]) -> None:
+    """Waits until both hosts have finished. Raises RuntimeError if one failed."""
+    for host, process in hosts.items():
+        output = process.communicate(timeout=900)[0]
         if process.returncode:
-            raise RuntimeError(output[-2000:])
+            raise RuntimeError(f"{host}: {output[-2000:]}")
+        for line in output.splitlines():
+            if line.startswith(("resumed:", "warning: checkpoint")):
+                print(f"{host}: {line}", flush=True)
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """The training losses of a run by step; a resumed run has several logs."""
+LAUNCHES = {
+    "`python`": with_python,
+    "`torchrun`, 2 ranks": partial(with_torchrun, ranks=2),
+    "`torchrun`, 4 ranks": partial(with_torchrun, ranks=4),
+    "`mpirun` of Open MPI, 2 ranks": partial(with_open_mpi, ranks=2),
+    "`mpirun` of Open MPI, 4 ranks": partial(with_open_mpi, ranks=4),
+    "`mpirun` of MPICH, 2 ranks": partial(with_mpich, ranks=2),
+    "`mpirun` of MPICH, 4 ranks": partial(with_mpich, ranks=4),
+    "Slurm's `srun`, 2 ranks": with_srun,
+    "`torchrun` on two hosts": on_two_hosts,
+    "the same, one host killed and started again": on_two_hosts_with_a_kill,
+    "the same, 10 ms and 100 Mbit/s apart": partial(on_two_hosts, slow=True),
+}
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run in the order of its steps; one that was resumed has several logs."""
     found = {}
     for path in sorted((folder / "logs").glob("run*.jsonl"), key=lambda path: path.stat().st_mtime):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         found |= {event["step"]: event["train_loss"] for event in lines if event["event"] == "train"}
-    return found
+    return [found[step] for step in sorted(found)]
 
 
 def step_ms(folder: Path) -> float:
@@ -189,90 +245,46 @@ def step_ms(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="part of the names of the launches to try")
+    parser.add_argument("--only", action="append", default=[], help="part of the names of the launches to try")
     options = parser.parse_args()
     arguments, variables, expected = settings()
+    environment = {**os.environ, **variables}
+    rows = []
+    artifacts = {}
     failed = False
-    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        root = Path(place)
+    with tempfile.TemporaryDirectory() as place:
         if not arguments:
-            arguments = tiny_arguments(make_shards(root), ITERATIONS=12, VAL_LOSS_EVERY=0)
-        plain = {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, **variables}
-        rows = []
-        digests = {}
-
-        def launch(name: str, run) -> None:
-            """Trains by run(folder, arguments), and adds a row about it to the table."""
-            nonlocal expected, failed
-            if options.only and name != "python" and not any(part in name for part in options.only):
-                return
-            folder = root / name.replace(" ", "_")
+            arguments = tiny_arguments(make_shards(Path(place)), ITERATIONS=12, VAL_LOSS_EVERY=0)
+        for number, (name, launch) in enumerate(LAUNCHES.items()):
+            if options.only and number and not any(part in name for part in options.only):
+                continue
+            folder = Path(place, str(number))
             folder.mkdir()
             started = time.monotonic()
             try:
-                run(folder, [*arguments, "RUN_ID=run"])
+                launch(folder, [*arguments, "RUN_ID=run"], environment)
             except Missing as reason:
-                rows.append([name, "", "", "", str(reason)])
-                return
+                rows.append([name, "", "", "", f"not tried: {reason}"])
+                continue
             except (RuntimeError, subprocess.SubprocessError) as error:
                 failed = True
                 rows.append([name, "", "", "", "FAILED"])
                 print(f"{name}: {error}", file=sys.stderr)
-                return
+                continue
             found = losses(folder)
-            values = [found[step] for step in sorted(found)]
-            expected = expected or values
-            differences = [abs(a - b) for a, b in zip(values, expected, strict=True)]
+            expected = expected or found
+            differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
             agrees = max(differences[:5]) <= 3e-4 and max(differences) <= 2e-3
             failed |= not agrees
-            digests[name] = hashlib.sha256((folder / "final_model.int8.ptz").read_bytes()).hexdigest()[:12]
+            artifacts[launch] = hashlib.sha256((folder / "final_model.int8.ptz").read_bytes()).hexdigest()
             rows.append([name, f"{max(differences[:5]):.1e}", f"{max(differences):.1e}", f"{step_ms(folder):.0f}",
                          "agrees" if agrees else "DIFFERS"])
-            print(f"{name}: {time.monotonic() - started:.0f} s, artifact {digests[name]}", flush=True)
-
-        def direct(prefix, **more):
-            """A launch by a command in front of the trainer's."""
-            def run(folder, words):
-                command = [*(prefix() if callable(prefix) else prefix), *TRAINER[bool(more.get("torchrun")):], *words]
-                result = subprocess.run(command, cwd=folder, env={**plain, **more.get("environment", {})}, text=True,
-                                        capture_output=True, timeout=900, check=False)
-                if result.returncode:
-                    raise RuntimeError((result.stderr or result.stdout)[-2000:])
-            return run
-
-        launch("python", direct([]))
-        for ranks in (2, 4):
-            torchrun = [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-            launch(f"torchrun, {ranks} ranks", direct(torchrun, torchrun=True))
-            for flavour, title in (("openmpi", "Open MPI"), ("mpich", "MPICH")):
-                launch(f"mpirun of {title}, {ranks} ranks", direct(lambda f=flavour, n=ranks: mpirun(f, n)))
-
-        def with_slurm(folder, words):
-            found = stack.enter_context(slurm(root / "slurm"))
-            direct(["srun", "--mpi=none", "-n", "2"], environment=found)(folder, words)
-
-        launch("srun, 2 ranks", with_slurm)
-
-        def on_hosts(**how):
-            def run(folder, words):
-                if not Path("/run/netns/train-a").exists():
-                    stack.enter_context(two_hosts())
-                if how.get("slow"):
-                    subprocess.run(["tc", "-n", "train-a", "qdisc", "add", "dev", LINK["train-a"], "root", "netem",
-                                    "delay", "10ms", "rate", "100mbit"], check=True)
-                if how.get("kill"):
-                    words = [*words, "CHECKPOINT_EVERY=5", "RESUME=auto"]
-                run_hosts(folder, words, plain, how.get("kill", False))
-            return run
-
-        launch("two hosts", on_hosts())
-        launch("two hosts, one killed and started again", on_hosts(kill=True))
-        launch("two hosts, 10 ms and 100 Mbit/s apart", on_hosts(slow=True))
-        both = [digests.get(name) for name in ("two hosts", "two hosts, one killed and started again")]
-        if all(both):
-            failed |= both[0] != both[1]
-            print(f"artifact of the killed run: {'identical' if both[0] == both[1] else 'DIFFERENT'}")
-    print("\n| launch | largest difference of the first 5 losses | of all | ms a step | |\n|---|---|---|---|---|")
+            print(f"{name}: {time.monotonic() - started:.0f} s, artifact {artifacts[launch][:16]}", flush=True)
+    if on_two_hosts_with_a_kill in artifacts and on_two_hosts in artifacts:
+        is_same = artifacts[on_two_hosts] == artifacts[on_two_hosts_with_a_kill]
+        failed |= not is_same
+        rows.append(["artifact of the killed run", "", "", "", "identical" if is_same else "DIFFERENT"])
+    print("\n| launch | largest difference of the first 5 losses | of all losses | ms a step | |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
     sys.exit(failed)

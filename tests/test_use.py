@@ -192,7 +192,7 @@ def launched(monkeypatch, tmp_path):
     scontrol.chmod(0o755)
 
     def launch(variables, **more):
-        for name in [name for names in train_gpt.LAUNCHERS.split() for name in [names]]:
+        for name in train_gpt.LAUNCHERS.split():
             monkeypatch.delenv(name, raising=False)
         for name in ("MASTER_ADDR", "MASTER_PORT", "PBS_NODEFILE", "SLURM_NODELIST", "SLURM_NTASKS"):
             monkeypatch.delenv(name, raising=False)
@@ -245,3 +245,13 @@ def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
     assert one.returncode == 0, one.stderr
     found, wanted = ([e["train_loss"] for e in events(tmp_path, name) if e["event"] == "train"] for name in ("mpi", "one"))
     assert found == pytest.approx(wanted, abs=1e-5) and "world_size:2" in outputs[0]
+
+
+@pytest.mark.slow
+def test_the_launchers_that_are_installed_train_the_same():
+    """tests/launchers.py has the whole list; without the reference run's data, it trains a tiny model."""
+    result = subprocess.run([sys.executable, str(REPOSITORY / "tests" / "launchers.py")], capture_output=True, text=True,
+                            env={**train_gpt.os.environ, "GOLDEN_PATH": "none"}, timeout=600, check=False)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    assert "| `torchrun`, 4 ranks |" in result.stdout

@@ -1,0 +1,112 @@
+"""Calculate what ranks exchange in a step, and how long that takes from 1 to 1,024 GPUs.
+
+    python records/scaling.py                                                          print the tables
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/scaling.py --count           count the bytes of a step
+
+The times are calculated, not measured: bytes over the peak rate of the link, for ring algorithms, without latencies
+and without overlap, beside the calculated time of forward and backward (tests/compile_for_gpu.json). --count runs one
+step of the default model at a row of 64 tokens under PyTorch's profiler, on CPUs with gloo.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from common import ROOT, load_json, table
+
+sys.path.append(str(ROOT))
+
+import train_gpt  # noqa: E402
+
+SHAPES = {  # the trainer's settings, and the case of compile_for_gpu.json with its tokens
+    "default": ({}, "default-4096", 12 * 4096),
+    "124M": ({"num_layers": 12, "model_dim": 768, "num_heads": 12, "num_kv_heads": 12, "mlp_mult": 4,
+              "vocab_size": 50304, "train_seq_len": 1024}, "124M-1024", 8 * 1024)}
+MACHINE = 8  # GPUs in a machine
+LINKS = {  # bytes/s each way: of an H100; of a machine with eight adapters of 400 Gbit/s; of a machine with one
+    "NVLink": 450e9, "InfiniBand, 8 x 400 Gbit/s": 400e9, "Ethernet, 10 Gbit/s": 1.25e9}
+BYTES = {"float": 4, "c10::BFloat16": 2}  # of the profiler's types
+HEADER = ("| GPUs | tokens a step | MB reduced + gathered | link | ms | of the step's time | tokens per GPU for 10 % |")
+
+
+def payloads(config: train_gpt.Config, ranks: int) -> tuple[int, int]:
+    """Return the bytes of a step's all-reduce, and of what the all-gathers give each rank."""
+    model = train_gpt.GPT(config)
+    reduced = 4 * (sum(p.numel() for p in model.parameters()) + 1)  # the gradients in float32, and the loss
+    shapes = Counter(p.shape for name, p in model.named_parameters()
+                     if p.ndim == 2 and name.startswith("blocks.") and not train_gpt.matches(name, train_gpt.CONTROL))
+    gathered = sum(2 * math.ceil(count / ranks) * ranks * shape.numel() for shape, count in shapes.items())
+    return reduced, gathered if ranks > 1 else 0
+
+
+def exchange_ms(reduced: int, gathered: int, ranks: int, link: float) -> float:
+    """Return the ms of ring algorithms over `ranks` that each send at `link` bytes/s."""
+    return (2 * reduced + gathered) * (ranks - 1) / ranks / link * 1000
+
+
+def rows_of(name: str) -> list[list[str]]:
+    """Return the table's rows for a shape, with the same tokens for each GPU at every number of GPUs."""
+    settings, case, tokens = SHAPES[name]
+    config = train_gpt.Config(dtype="float32", **settings)
+    compute = load_json(ROOT / "tests" / "compile_for_gpu.json")["cases"][case]["cudnn ms"]
+    rows = []
+    for ranks in (2, 4, 8, 16, 32, 64, 256, 1024):
+        reduced, gathered = payloads(config, ranks)
+        for link in list(LINKS)[:1] if ranks <= MACHINE else list(LINKS)[1:]:
+            ms = exchange_ms(reduced, gathered, ranks, LINKS[link])
+            rows.append([f"{ranks:,}", f"{ranks * tokens:,}", f"{reduced / 1e6:.0f} + {gathered / 1e6:.0f}", link,
+                         f"{ms:.2f}", f"{ms / (compute + ms):.0%}", f"{9 * ms / compute * tokens:,.0f}"])
+    return rows
+
+
+def count() -> None:
+    """Run a step of the default model, and print the bytes of its collectives as the profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+    with tempfile.TemporaryDirectory() as place:
+        rows = 8 * 64
+        tokens = torch.randint(1024, (rows * 40,), generator=torch.Generator().manual_seed(0)).numpy().astype("<u2")
+        header = torch.zeros(256, dtype=torch.int32)
+        header[:3] = torch.tensor([20240520, 1, len(tokens)])
+        for split in ("train", "val"):
+            Path(place, f"random_{split}_000000.bin").write_bytes(header.numpy().tobytes() + tokens.tobytes())
+        vocabulary = Path(place, "vocabulary.json")
+        vocabulary.write_text('{"kind": "table", "tokens": [' + ", ".join(['"a"'] * 1024) + "]}")
+        words = [f"DATA_PATH={place}", f"TOKENIZER_PATH={vocabulary}", f"OUT_DIR={place}", "TRAIN_SEQ_LEN=64",
+                 f"TRAIN_BATCH_TOKENS={rows}", f"VAL_BATCH_SIZE={rows}", "DEVICE=cpu", "DTYPE=float32", "COMPILE=0",
+                 "RUN_ID=scaling"]
+        os.chdir(place)
+        run = train_gpt.Run(*train_gpt.load_config(words, {}), "")
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            train_gpt.train_step(run, 1.0)
+    ranks = run.ranks.world_size
+    found = Counter()
+    for event in profiler.events():
+        if event.name in ("gloo:all_reduce", "gloo:all_gather"):
+            copies = ranks if event.name == "gloo:all_gather" else 1  # what each rank gives, all receive
+            found[event.name] += math.prod(event.input_shapes[0]) * BYTES[event.input_dtypes[0]] * copies
+    if run.ranks.rank == 0:
+        reduced, gathered = payloads(run.config, ranks)
+        print(f"{ranks} ranks: reduced {found['gloo:all_reduce']:,} bytes, by formula {reduced:,}; "
+              f"gathered {found['gloo:all_gather']:,}, by formula {gathered:,}")
+    train_gpt.dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", action="store_true", help="count the bytes of a step; under torchrun")
+    if parser.parse_args().count:
+        count()
+        return
+    for name, (_, _, tokens) in SHAPES.items():
+        print(f"\n{name}, {tokens:,} tokens for each GPU:\n")
+        print("\n".join(table(HEADER, rows_of(name))))
+
+
+if __name__ == "__main__":
+    main()
