@@ -3,7 +3,7 @@
     python train_gpt.py --help                              every variable, its default and unit
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
     torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: the published baseline
-    ITERATIONS=0 INIT_FROM=final_model.int8.ptz OUT_DIR=/tmp/x python train_gpt.py      score only
+    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz      score only
 
 Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
 T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
@@ -44,10 +44,10 @@ JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is 
 POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
          (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
 REPEATING = ("blocks", "efficient", "math")  # kernels that need keys and values for each query head
-# Rank, world size, rank and ranks of the machine: torchrun's, Open MPI's, MPICH's, PALS's, srun's.
+# Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
@@ -62,8 +62,7 @@ def require(condition, message: str) -> None:
         raise ValueError(message)
 
 def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
-    """A field of Config. `choices` are joined by "|". A resumed run may change what is "free"; an
-    artifact carries what is "kept"."""
+    """A field of Config. Kind "free": may change on resume; "kept": is in artifacts."""
     about = {"help": text, "choices": choices, "low": low, "kind": kind}
     return field(default=default, metadata=about)
 
@@ -85,7 +84,7 @@ class Config:
     overfit: bool = var(False, "train on the first batch again and again")
     # Device
     device: str = free("auto", "where to train; auto: the first available", "auto|cuda|mps|cpu")
-    dtype: str = var("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
+    dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
     attn: str = free("auto", "kernel; auto: first that runs; blocks: for CPUs",
@@ -107,7 +106,7 @@ class Config:
     # Model
     vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
     vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
-    num_layers: int = kept(9, "blocks; the first half feeds skips to the second half", low=1)
+    num_layers: int = kept(9, "blocks; the first half feeds skips to the second", low=1)
     model_dim: int = kept(512, "width of the residual stream", low=1)
     num_heads: int = kept(8, "query heads, which share MODEL_DIM", low=1)
     num_kv_heads: int = kept(4, "key/value heads; must divide NUM_HEADS", low=1)
@@ -120,7 +119,7 @@ class Config:
     init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
     mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
-    shift_keys: bool = kept(False, "take what rotates slowly in a key from the token before")
+    shift_keys: bool = kept(False, "keys: half of each, from the token before")
     exclusive_attn: bool = kept(False, "remove a token's own value from its output")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
@@ -173,13 +172,14 @@ class Config:
         require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
                 f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < self.model_dim,
-                f"ROPE_DIMS={self.rope_dims} must be even and less than {self.model_dim // heads}")
+                f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         length = self.eval_seq_len or self.train_seq_len
-        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} must be at most "
-                f"{length}, the tokens in a window, or it leaves some out")
+        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} exceeds {length}")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
+
+KEPT = ["TOKENIZER_PATH", *(f.name.upper() for f in fields(Config) if f.metadata["kind"] == "kept")]
 
 def parse_value(f, text: str):
     """The value of a field that is written as `text`. Raises ValueError."""
@@ -262,29 +262,28 @@ class Ranks:
         return 1000 * time.perf_counter()
 
 def find_ranks() -> list[int]:
-    """The launcher's numbers. Raises ValueError if nothing tells where the machine of rank 0 is."""
+    """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
     env = os.environ
-    launchers = [names.split() for names in LAUNCHERS.splitlines()]
-    names = next((names for names in launchers if set(names) <= env.keys()), [])
+    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if set(n) <= env.keys()), [])
     if not names:
         require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of torchrun's "
                 "variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
         if int(env.get("SLURM_NTASKS", 1)) > 1:
-            print("warning: this is one process; srun starts SLURM_NTASKS", file=sys.stderr)
+            print("warning: one process; srun starts SLURM_NTASKS", file=sys.stderr)
         return [0, 1, 0, 1]
     numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's can be "4(x2)"
-    hosts = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
-    if not hosts and "PBS_NODEFILE" in env:
-        hosts = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8")
-    elif not hosts and "SLURM_NODELIST" in env:
-        hosts = subprocess.check_output(["scontrol", "show", "hostnames"], text=True)
-    require(hosts, "MASTER_ADDR must be set to the address of rank 0's machine")
-    env["MASTER_ADDR"] = hosts.split()[0]
-    env.setdefault("MASTER_PORT", "29500")
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
+    if not address and Path(env.get("PBS_NODEFILE", "")).is_file():
+        address = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()[0]
+    nodes = env.get("SLURM_STEP_NODELIST" if "SLURM_PROCID" in names else "SLURM_JOB_NODELIST", "")
+    address = address or re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # "n[07-08],n11"
+    require(address, "MASTER_ADDR must be set to the address of rank 0's machine")
+    env["MASTER_ADDR"] = address
+    env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
     return numbers
 
 def start_ranks(config: Config) -> Ranks:
-    """Choose the device and join the process group. Raises ValueError for a bad DEVICE."""
+    """Choose the device and join the process group. Raises ValueError."""
     rank, world_size, local_rank, local_size = find_ranks()
     has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
     available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
@@ -296,6 +295,8 @@ def start_ranks(config: Config) -> Ranks:
         gpus = subprocess.getoutput("nvidia-smi -L")
         require("GPU 0" not in gpus, "PyTorch cannot use the GPUs that nvidia-smi lists; install a "
                 f"build for their driver (this is {torch.__version__}), or set DEVICE=cpu")
+    if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
+        local_rank %= torch.cuda.device_count()
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
@@ -424,6 +425,7 @@ class TokenLoader:
 
     def start(self, piece: int) -> int:
         """The position of a piece's first token; pieces are counted from the first step on."""
+        piece = piece % self.pieces if self.config.overfit else piece
         if not self.shuffled:
             return piece * self.stride % self.tokens
         epoch, place = divmod(piece, self.rows)
@@ -444,7 +446,7 @@ class TokenLoader:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's inputs and targets of a step, from 0 on: (rows, T) int64 on the device."""
-        first = 0 if self.config.overfit else step * self.pieces
+        first = step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
@@ -500,8 +502,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
     """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8 bytes
-    of the targets; the SHA-256 of shards in the manifest. Raises ValueError if they contradict it
-    or are too few."""
+    of the targets; the SHA-256 of the manifest's shards. Raises ValueError if these differ."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
@@ -565,13 +566,12 @@ class BlockAttention(torch.autograd.Function):
         return torch.cat(dq, dim=2), dk.to(q.dtype), dv.to(q.dtype)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-    """Grouped-query attention (arXiv:2305.13245): q (B, H, T, C), k and v (B, K, S, C). S is T, or
-    T is 1 and its token the last of S."""
+    """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
     groups = q.size(1) // k.size(1)
     if groups > 1 and kernel in REPEATING:
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-    if kernel == "blocks":
+    if kernel == "blocks" and q.size(2) == k.size(2):
         return BlockAttention.apply(q, k, v)
     grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
@@ -585,10 +585,9 @@ def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
     return x[:, :-1]
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) @ weight.T (D, N) * scale (N,) in x's type. The scale multiplies the weight,
-    which is smaller than the output."""
+    """x (..., D) @ weight.T (D, N) * scale (N,) in x's type."""
     if scale is not None:
-        weight = weight * scale[:, None]
+        weight = weight * scale[:, None]  # smaller than the output
     return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
@@ -612,17 +611,17 @@ class Attention(nn.Module):
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
             pairs = k.unflatten(3, (2, -1))  # that rotate, the slow ones last
             fast = self.config.rope_dims // 2 or pairs.size(4) // 2
-            slow = token_before(pairs[..., fast:], cache, "key")
+            slow = token_before(pairs[..., fast:], cache, "last_key")
             k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
-        own = rms_norm(v)[:, :, None]
         if cache is not None:
             k = cache["k"] = torch.cat((cache.get("k", k[:, :, :0]), k), dim=2)
             v = cache["v"] = torch.cat((cache.get("v", v[:, :, :0]), v), dim=2)
         y = causal_attention(q, k, v, self.config.attn)
         if self.config.exclusive_attn:  # arXiv:2603.09078
+            own = rms_norm(v[:, :, -y.size(2):])[:, :, None]
             y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
             y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
         return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
@@ -662,7 +661,7 @@ class GPT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype)
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
         self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -696,12 +695,13 @@ class GPT(nn.Module):
         with a text one token at a time, pass the same list of dicts, first empty, one per block."""
         caches = caches or [None] * len(self.blocks)
         seen = caches[0]["k"].size(2) if caches[0] else 0
+        assert not seen or tokens.size(1) == 1, "a cached text grows token by token"
         positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32) + seen
         angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
-            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "x0")
+            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
         x = x0.view_as(x0)  # a new object; else the first block is compiled separately
         pushed = []
         for i, block in enumerate(self.blocks):
@@ -866,13 +866,11 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
     elif config.warmdown_fraction:
         done = max(step / config.iterations, elapsed_ms / cap_ms)
         decay = max(0.0, 1 - done) / config.warmdown_fraction
-    elif config.warmdown_iters <= 0:
-        decay = 1.0
     elif cap_ms < math.inf:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         decay = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
-        decay = max(0, config.iterations - step) / config.warmdown_iters
+        decay = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     decayed = config.min_lr + (1 - config.min_lr) * min(1.0, decay)
     return min((step + 1) / max(1, config.lr_warmup_steps), decayed)
 
@@ -941,15 +939,13 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     return rounded[:, order.argsort()].to(torch.int8), scales
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
-    """The int8 artifact and its payload in bytes: large float tensors as int8, others as floats.
-    `grams` are those of calibrate."""
-    path = config.tokenizer_path
-    about = {"TOKENIZER_PATH": os.path.basename(path) if os.path.isabs(path) else path,
-             **{f.name.upper(): getattr(config, f.name) for f in fields(Config)
-                if f.metadata["kind"] == "kept"}}
-    artifact = {"__quant_format__": INT8_FORMAT, "quantized": {}, "scales": {}, "dtypes": {},
-                "passthrough": {}, "qmeta": {}, "passthrough_orig_dtypes": {},
-                "about": json.dumps(about)}
+    """The int8 artifact and its payload in bytes; small tensors stay floats."""
+    about = {name: getattr(config, name.lower()) for name in KEPT}
+    path = Path(config.tokenizer_path)
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
+    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {},
+                "scales": {}, "dtypes": {}, "passthrough": {}, "qmeta": {},
+                "passthrough_orig_dtypes": {}}
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
@@ -973,21 +969,25 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
     return artifact, sum(t.nbytes for part in parts for t in part.values())
 
 def read_description(path: str) -> dict[str, str]:
-    """The variables in an artifact; {} for other files, of which load_weights will tell."""
+    """An artifact's variables; {} for other files. Raises ValueError for unknown ones."""
     try:
-        start = zlib.decompressobj().decompress(Path(path).read_bytes(), 1 << 20)
-        about = json.loads(re.search(rb'{"TOKENIZER_PATH": .*?}', start)[0])
-        return {name: str(value) for name, value in about.items()}
-    except (OSError, zlib.error, TypeError, ValueError, RecursionError):
+        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
+        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
+        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
+    except (OSError, zlib.error, ValueError, RecursionError):
         return {}
+    unknown = ", ".join(about.keys() - set(KEPT))
+    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
+    return {name: str(value) for name, value in about.items()}
 
 def load(path: str | Path, **variables) -> GPT:
-    """The model of an artifact, in float32 on the CPU. Files without variables need the model's."""
-    words = {"DTYPE": "float32", **variables, "INIT_FROM": path}
+    """An artifact's model in float32, on the CPU. Other files need its variables."""
+    words = {**variables, "INIT_FROM": path}
     config, _ = load_config([f"{name}={value}" for name, value in words.items()], {})
     model = GPT(config)
     load_weights(model, path)
-    return model
+    model.compute_dtype = torch.float32
+    return model.float()
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
     """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
@@ -1062,8 +1062,7 @@ def saved(value) -> bytes:
 
 @torch.no_grad()
 def calibrate(run: "Run") -> dict[str, Tensor]:
-    """The sums of x x^T over the inputs x of each matrix in GPTQ_BATCHES training batches, float32
-    (columns, columns) on the CPU."""
+    """The sums of x x^T over each matrix's inputs x: (columns, columns), float32."""
     class Recorder(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             if function is F.linear:
@@ -1088,7 +1087,8 @@ def calibrate(run: "Run") -> dict[str, Tensor]:
     return {name: gram.cpu() for names, gram in zip(products, sums) for name in names}
 
 def export(run: "Run", code: bytes) -> None:
-    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds."""
+    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds. With
+    ITERATIONS=0, an artifact INIT_FROM=*.ptz is scored as it is."""
     as_it_is = run.config.iterations == 0 and run.config.init_from.endswith(".ptz")
     if run.ranks.rank == 0 and not as_it_is:
         floats = Path(run.config.out_dir, "final_model.pt")
@@ -1417,8 +1417,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
-    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is not the tokenizer "
-            f"with TOKENIZER_SHA256={config.tokenizer_sha256}")
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing or "
+            f"has not the TOKENIZER_SHA256={config.tokenizer_sha256}; name the right file")
     return replace(config, device=device, run_id=config.run_id or new_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,

@@ -370,6 +370,6 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
     command = ["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
                f"VOCAB_SIZE={tokenizer.vocab_size}"]
     if not splits["train"]["documents"]:
-        command += ["ITERATIONS=0", "INIT_FROM=final_model.int8.ptz", "OUT_DIR=/tmp/score"]
+        command += ["ITERATIONS=0", "INIT_FROM=final_model.int8.ptz"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import ROOT, deviation, read_events, table
+from common import ROOT, deviation, pairs_of, read_events, table
 from run import state_of
 
 sys.path.append(str(ROOT))
@@ -68,14 +68,6 @@ def loss_by_novelty(run_id: str, overrides: dict) -> tuple[float, float]:
     return float(nats[is_new].mean()), float(nats[~is_new].mean())
 
 
-def parse(words: list[str]) -> dict[str, str]:
-    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{word!r} is not VARIABLE=value")
-    return dict(word.split("=", 1) for word in words)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variations", nargs="+", metavar="'NAME VARIABLE=value ...'")
@@ -86,8 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         lines = Path(options.base).read_text(encoding="utf-8").splitlines() if options.base else []
-        common = parse([line for line in lines if line and line[0] != "#"] + options.settings)
-        trials = [(name, seed, {**common, **parse(words)}) for name, *words in map(str.split, options.variations)
+        common = pairs_of([line for line in lines if line and line[0] != "#"] + options.settings)
+        trials = [(name, seed, {**common, **pairs_of(words)}) for name, *words in map(str.split, options.variations)
                   for seed in options.seeds.split(",")]
     except (OSError, ValueError) as error:
         sys.exit(f"ablate.py: {error}")

@@ -72,6 +72,14 @@ def read_events(path: Path) -> list[dict]:
     return events
 
 
+def pairs_of(words: list[str]) -> dict[str, str]:
+    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{word!r} is not VARIABLE=value")
+    return dict(word.split("=", 1) for word in words)
+
+
 def launcher(ranks: int) -> list[str]:
     """Return the command that starts a Python script with this many processes on this machine."""
     if ranks == 1:

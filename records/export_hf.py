@@ -1,24 +1,25 @@
 """Write an artifact as safetensors with config.json and a model card, and read it back.
 
     python records/export_hf.py final_model.int8.ptz huggingface/
-    python records/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192     if it does not say them itself
+    python records/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192     if it has no settings
 
-The folder has float32 tensors under the trainer's names, and its variables in config.json. records/sample.py and
-load_folder read it. transformers, vLLM and llama.cpp cannot run it: they have no model with this attention, these skips
-and this logit cap. Any software can read the tensors.
+The folder has the weights in float32 under the trainer's names, and the trainer's settings in config.json.
+records/sample.py and load_folder read it. transformers, vLLM and llama.cpp cannot run it: they do not implement this
+architecture (its attention, skip connections and logit cap). Any software can read the tensors.
 """
 
 import argparse
 import json
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from common import ROOT, load_json
+from common import ROOT, load_json, pairs_of
 
 sys.path.append(str(ROOT))
 
@@ -34,10 +35,11 @@ tags:
 A language model of {parameters:,} parameters, trained by `train_gpt.py` with a context of {context} tokens.
 `config.json` has the trainer's variables; `model.safetensors` has its tensors in float32, under the trainer's names.
 
-    git clone <the trainer>
+With the repository that has `train_gpt.py`:
+
     python records/sample.py {name} --prompt "..."
 
-In Python, with the repository's root and records/ on the path:
+In Python, with its root and records/ on the path:
 
     from export_hf import load_folder
     model = load_folder("{name}")
@@ -54,27 +56,33 @@ def load_folder(folder: Path | str) -> train_gpt.GPT:
     try:
         from safetensors.torch import load_file
         words = [f"{name}={value}" for name, value in load_json(folder / "config.json")["variables"].items()]
-        config, _ = train_gpt.load_config([*words, "DTYPE=float32"], {})
+        config, _ = train_gpt.load_config(words, {})
         if (folder / config.tokenizer_path).is_file():
             config = replace(config, tokenizer_path=str(folder / config.tokenizer_path))
         model = train_gpt.GPT(config)
         model.load_state_dict(load_file(folder / "model.safetensors"))
+        model.compute_dtype = torch.float32
     except Exception as error:  # a missing package, and damaged files, which fail in many ways
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
-    return model
+    return model.float()
 
 
 def write_folder(model: train_gpt.GPT, folder: Path) -> None:
-    """Write the model's tensors, config.json, README.md, and its tokenizer if that is a file. Raises OSError."""
+    """Write the model's tensors, config.json, README.md, and its tokenizer if that is a file. Raises ValueError if
+    the folder is not empty, and OSError."""
     from safetensors.torch import save_file
     config = model.config
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Path(config.tokenizer_path)
-    if tokenizer.is_file():
+    if tokenizer.is_file() and sha256(tokenizer.read_bytes()).hexdigest() == config.tokenizer_sha256:
         shutil.copyfile(tokenizer, folder / tokenizer.name)
-    kept = {f.name.upper(): getattr(config, f.name) for f in fields(config) if f.metadata["kind"] == "kept"}
+    elif tokenizer.suffix:
+        print(f"warning: {tokenizer} is not here, or is another file; add the tokenizer to {folder} by hand", file=sys.stderr)
+    variables = {name: getattr(config, name.lower()) for name in train_gpt.KEPT}
     about = {"model_type": "train_gpt", "architectures": ["GPT"],
-             "variables": {"TOKENIZER_PATH": tokenizer.name, **kept}}
+             "variables": {**variables, "TOKENIZER_PATH": tokenizer.name}}
     (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(CARD.format(
         name=folder.resolve().name, parameters=sum(p.numel() for p in model.parameters()), tokenizer=tokenizer.name,
@@ -94,19 +102,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="artifact or state dict")
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value", help="of a model that does not say them itself")
+    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value", help="settings of the training, if the file has none")
     options = parser.parse_args()
     if not find_spec("safetensors"):
         sys.exit("export_hf.py: safetensors must be installed: pip install safetensors")
     try:
-        model = train_gpt.load(options.model, **dict(word.split("=", 1) for word in options.settings))
+        model = train_gpt.load(options.model, **pairs_of(options.settings))
         write_folder(model, options.folder)
         difference = compare(model, load_folder(options.folder))
     except (ValueError, OSError) as error:
         sys.exit(f"export_hf.py: {error}")
     if difference:
-        sys.exit(f"export_hf.py: what was read back from {options.folder} differs by {difference}")
-    print(f"{options.folder}: read back, its logits are those of {options.model}")
+        sys.exit(f"export_hf.py: {options.folder} was read back, but its logits differ by {difference}")
+    print(f"wrote {options.folder}; read back, it gives the same logits as {options.model}")
 
 
 if __name__ == "__main__":

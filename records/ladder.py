@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common import ABSOLUTE_PATH, ROOT, gpu_names, hardware, launcher, load_json, read_events, table
+from common import ABSOLUTE_PATH, ROOT, gpu_names, hardware, launcher, load_json, pairs_of, read_events, table
 
 sys.path.append(str(ROOT / "logs"))
 
@@ -55,11 +55,6 @@ RUNGS = [  # name; the settings that it adds
     ("two ranks (DDP)", "RANKS=2")]
 UNTIMED = 10  # steps before those that are timed
 UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.MULTILINE | re.DOTALL)
-
-
-def pairs_of(words: list[str]) -> dict[str, str]:
-    """Return the settings NAME=value by name."""
-    return dict(word.split("=", 1) for word in words)
 
 
 def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:

@@ -30,7 +30,8 @@ def state_of(run_id: str, settings: dict[str, str], ranks: int) -> str:
     ranks; else "other"."""
     try:
         events = read_events(ROOT / "logs" / f"{run_id}.jsonl")
-        logged = {name: text for name, (text, _) in events[0]["overrides"].items()}
+        logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
+                  if origin in ("argument", "environment")}  # others come from the artifact INIT_FROM
         wanted = {**{name: os.environ[name] for name in events[0]["config"] if name in os.environ}, **settings}
         script = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
         log = (ROOT / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")

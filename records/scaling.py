@@ -1,11 +1,11 @@
-"""Calculate what ranks exchange in a step, and how long that takes from 1 to 1,024 GPUs.
+"""Calculate the bytes that ranks communicate in a step, and the time that this takes on 2 to 1,024 GPUs.
 
     python records/scaling.py                                                          print the tables
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/scaling.py --count           count the bytes of a step
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/scaling.py --count           measure the bytes of a step
 
-The times are calculated, not measured: bytes over the peak rate of the link, for ring algorithms, without latencies
-and without overlap, beside the calculated time of forward and backward (tests/compile_for_gpu.json). --count runs one
-step of the default model at a row of 64 tokens under PyTorch's profiler, on CPUs with gloo.
+The times are calculated, not measured: bytes over the peak rate of the link, for ring algorithms, without latency
+and without overlap, compared with the calculated time of forward and backward (tests/compile_for_gpu.json). --count runs one
+step of the default model with rows of 64 tokens under PyTorch's profiler, on CPUs with gloo.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MACHINE = 8  # GPUs in a machine
 LINKS = {  # bytes/s each way: of an H100; of a machine with eight adapters of 400 Gbit/s; of a machine with one
     "NVLink": 450e9, "InfiniBand, 8 x 400 Gbit/s": 400e9, "Ethernet, 10 Gbit/s": 1.25e9}
 BYTES = {"float": 4, "c10::BFloat16": 2}  # of the profiler's types
-HEADER = ("| GPUs | tokens a step | MB reduced + gathered | link | ms | of the step's time | tokens per GPU for 10 % |")
+HEADER = ("| GPUs | tokens per step | MB reduced + gathered | link | ms | share of the step | tokens per GPU for 10 % |")
 
 
 def payloads(config: train_gpt.Config, ranks: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def payloads(config: train_gpt.Config, ranks: int) -> tuple[int, int]:
     return reduced, gathered if ranks > 1 else 0
 
 
-def exchange_ms(reduced: int, gathered: int, ranks: int, link: float) -> float:
+def communication_ms(reduced: int, gathered: int, ranks: int, link: float) -> float:
     """Return the ms of ring algorithms over `ranks` that each send at `link` bytes/s."""
     return (2 * reduced + gathered) * (ranks - 1) / ranks / link * 1000
 
@@ -59,9 +59,9 @@ def rows_of(name: str) -> list[list[str]]:
     for ranks in (2, 4, 8, 16, 32, 64, 256, 1024):
         reduced, gathered = payloads(config, ranks)
         for link in list(LINKS)[:1] if ranks <= MACHINE else list(LINKS)[1:]:
-            ms = exchange_ms(reduced, gathered, ranks, LINKS[link])
+            ms = communication_ms(reduced, gathered, ranks, LINKS[link])
             rows.append([f"{ranks:,}", f"{ranks * tokens:,}", f"{reduced / 1e6:.0f} + {gathered / 1e6:.0f}", link,
-                         f"{ms:.2f}", f"{ms / (compute + ms):.0%}", f"{9 * ms / compute * tokens:,.0f}"])
+                         f"{ms:.2f}", f"{100 * ms / (compute + ms):.1f} %", f"{9 * ms / compute * tokens:,.0f}"])
     return rows
 
 
@@ -99,7 +99,7 @@ def count() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", action="store_true", help="count the bytes of a step; under torchrun")
+    parser.add_argument("--count", action="store_true", help="measure the bytes of one step (run under torchrun)")
     if parser.parse_args().count:
         count()
         return

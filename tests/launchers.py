@@ -1,11 +1,11 @@
-"""Trains under every launcher that is installed, and prints the table that records/README.md quotes.
+"""Train under every installed launcher, and print the table that records/scaling.md quotes.
 
     python tests/launchers.py [--only NAME]...
 
-One process is compared with torchrun, mpirun of Open MPI and of MPICH, Slurm's srun, and torchrun on two hosts, which
-are network namespaces with a link between them; there, one host is also killed and started again, and the link made
-slow. Slurm is started here for the time of the test. With the reference run's data (GOLDEN_PATH), the losses are
-compared with the reference's, else with those of one process. The status is 1 if any differs. As root:
+Tried are one process, torchrun, mpirun of Open MPI and of MPICH, Slurm's srun (a Slurm is started for the test), and
+torchrun on two hosts, which are network namespaces. Two more runs kill and restart one host, and slow the link. The
+losses are compared with the reference run's (GOLDEN_PATH) or, without its data, with one process. The status is 1 if a
+launch fails or differs. Slurm and the two hosts need root and Debian's packages:
 
     apt-get install openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
 """
@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -167,16 +168,39 @@ def two_hosts():
         yield
     finally:
         for host in HOSTS:
+            kill_all(host)
             subprocess.run(["ip", "netns", "del", host], check=False)
 
 
-def start_host(host: str, folder: Path, words: list[str], environment: dict[str, str]) -> subprocess.Popen:
+def kill_all(host: str) -> None:
+    """Kills every process on one of the hosts; torchrun's own do not belong to its process group."""
+    listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=False).stdout
+    for number in listed.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
+
+
+def start(host: str, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Starts a command on one of the two hosts."""
+    return subprocess.Popen(["ip", "netns", "exec", host, *command], cwd=folder, text=True, stdout=subprocess.PIPE,
+                            env={**environment, "GLOO_SOCKET_IFNAME": LINK[host]}, stderr=subprocess.STDOUT)
+
+
+def start_torchrun(host: str, folder: Path, words: list[str], environment: dict[str, str]) -> subprocess.Popen:
     """Starts torchrun on one of the two hosts."""
-    command = ["ip", "netns", "exec", host, *TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2",
-               "--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}",
-               TRAINER[1], *words]
-    return subprocess.Popen(command, cwd=folder, env={**environment, "GLOO_SOCKET_IFNAME": LINK[host]}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d",
+               f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}", TRAINER[1], *words]
+    return start(host, command, folder, environment)
+
+
+def with_pals_variables(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """Without torchrun, on two hosts: the variables are those of PALS, the address comes from a PBS host file."""
+    nodes = folder / "nodes"
+    nodes.write_text("\n".join(HOSTS.values()))
+    with two_hosts():
+        wait_for({host: start(host, [*TRAINER, *words], folder, {
+            **environment, "PMI_RANK": str(rank), "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1",
+            "PBS_NODEFILE": str(nodes)}) for rank, host in enumerate(HOSTS)})
 
 
 def on_two_hosts(folder: Path, words: list[str], environment: dict[str, str], slow: bool = False) -> None:
@@ -184,28 +208,29 @@ def on_two_hosts(folder: Path, words: list[str], environment: dict[str, str], sl
         if slow:
             run(["tc", "-n", "train-a", "qdisc", "add", "dev", LINK["train-a"], "root", "netem", "delay", "10ms",
                  "rate", "100mbit"], folder, environment)
-        wait_for({host: start_host(host, folder, words, environment) for host in HOSTS})
+        wait_for({host: start_torchrun(host, folder, words, environment) for host in HOSTS})
 
 
 def on_two_hosts_with_a_kill(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     """The second host is killed, with all its processes, after the first checkpoint, and started again."""
     words = [*words, "CHECKPOINT_EVERY=5", "RESUME=auto"]
     with two_hosts():
-        hosts = {host: start_host(host, folder, words, environment) for host in HOSTS}
-        while not list(folder.glob("checkpoints/*.pt")):
+        hosts = {host: start_torchrun(host, folder, words, environment) for host in HOSTS}
+        while not list(folder.glob("checkpoints/*.pt")) and not any(process.poll() for process in hosts.values()):
             time.sleep(0.05)
-        os.killpg(hosts["train-b"].pid, signal.SIGKILL)
+        kill_all("train-b")
         hosts["train-b"].wait()
-        newest = max(path.name for path in folder.glob("checkpoints/*.pt"))
+        newest = max((path.name for path in folder.glob("checkpoints/*.pt")), default="nothing")
         print(f"train-b was killed after {newest} was written, and started again", flush=True)
-        hosts["train-b"] = start_host("train-b", folder, words, environment)
+        hosts["train-b"] = start_torchrun("train-b", folder, words, environment)
         wait_for(hosts)
 
 
 def wait_for(hosts: dict[str, subprocess.Popen]) -> None:
     """Waits until both hosts have finished. Raises RuntimeError if one failed."""
-    for host, process in hosts.items():
-        output = process.communicate(timeout=900)[0]
+    with ThreadPoolExecutor() as pool:  # both at once: one whose output is not read would stop
+        outputs = list(pool.map(lambda process: process.communicate(timeout=900)[0], hosts.values()))
+    for (host, process), output in zip(hosts.items(), outputs):
         if process.returncode:
             raise RuntimeError(f"{host}: {output[-2000:]}")
         for line in output.splitlines():
@@ -222,9 +247,10 @@ LAUNCHES = {
     "`mpirun` of MPICH, 2 ranks": partial(with_mpich, ranks=2),
     "`mpirun` of MPICH, 4 ranks": partial(with_mpich, ranks=4),
     "Slurm's `srun`, 2 ranks": with_srun,
+    "the variables of PALS and PBS, on two hosts": with_pals_variables,
     "`torchrun` on two hosts": on_two_hosts,
     "the same, one host killed and started again": on_two_hosts_with_a_kill,
-    "the same, 10 ms and 100 Mbit/s apart": partial(on_two_hosts, slow=True),
+    "the same, with 10 ms delay and 100 Mbit/s": partial(on_two_hosts, slow=True),
 }
 
 
@@ -245,7 +271,7 @@ def step_ms(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="part of the names of the launches to try")
+    parser.add_argument("--only", action="append", default=[], help="try only launches whose name contains this")
     options = parser.parse_args()
     arguments, variables, expected = settings()
     environment = {**os.environ, **variables}
@@ -284,7 +310,7 @@ def main() -> None:
         is_same = artifacts[on_two_hosts] == artifacts[on_two_hosts_with_a_kill]
         failed |= not is_same
         rows.append(["artifact of the killed run", "", "", "", "identical" if is_same else "DIFFERENT"])
-    print("\n| launch | largest difference of the first 5 losses | of all losses | ms a step | |\n|---|---|---|---|---|")
+    print("\n| launch | largest difference of the first 5 losses | of all losses | ms per step | |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
     sys.exit(failed)

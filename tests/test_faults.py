@@ -186,7 +186,7 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
-    refused({"format": 1}, "it has format 1, but this train_gpt.py reads 2; resume it with the script that wrote it")
+    refused({"format": 1}, "it has format 1, but this train_gpt.py reads 3; resume it with the script that wrote it")
     refused({"time_ms": float("nan")}, "step 3 after nan ms is not in this run")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "does not fit this run")
     refused({"model": {**state["model"], name: torch.zeros(3)}}, f"size mismatch for {name}|{name}.*expected torch.Tensor")

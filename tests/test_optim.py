@@ -25,7 +25,7 @@ def make_run(**changes):
     run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(-1), 0, 0.0, [], 0
     run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     run.pace_ms, run.agreed, run.logged = 0.0, (0, 0.0), (0, 0.0)
-    run.average, run.grams = [], {}
+    run.grams = {}
     return run
 
 
