@@ -118,10 +118,12 @@ printf '%q ' "${command[@]}"
 echo
 "${command[@]}"
 log=$(ls -t logs/*.txt | sed -n 1p)
-artifact=$(sed -n '1s/.*"OUT_DIR": "\([^"]*\)".*/\1/p' "${log%.txt}.jsonl")/final_model.int8.ptz
-echo
-echo "A sample of what it writes:"
-.venv/bin/python records/sample.py "$artifact" --length 80 || true
+artifact=$(sed -n '1s/.*"OUT_DIR": "\([^"]*\)".*/\1/p' "${log%.txt}.jsonl" || true)/final_model.int8.ptz
+if [ -e "$artifact" ]; then
+  echo
+  echo "A sample of what it writes:"
+  .venv/bin/python records/sample.py "$artifact" --length 80 || true
+fi
 cat <<END
 
 log       $log, and ${log%.txt}.jsonl with one event a line

@@ -242,9 +242,9 @@ FORGERIES = {
     "a folder as base": (lambda f: claim(f, base="track_tiny"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
     "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
-    "another script": (lambda f: edit(f / "train_gpt.py", "lookup = 0", "lookup = 1"),
+    "another script": (lambda f: edit(f / "train_gpt.py", "self.step = 0", "self.step = 1"),
                        "is not the folder's train_gpt.py"),
-    "another script in log and folder": (lambda f: [edit(path, "lookup = 0", "lookup = 1") for path in (
+    "another script in log and folder": (lambda f: [edit(path, "self.step = 0", "self.step = 1") for path in (
         f / "train_gpt.py", *f.glob("*.log"))], "code_bytes and code_sha256 are not train_gpt.py's"),
     "a script that is too long": (longer_script, "lines, not less than 1,500"),
     "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is not Python"),
@@ -422,8 +422,8 @@ def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_pat
 def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     source = (records / "train_gpt.py").read_text()
     for path in (records / "train_gpt.py", *records.glob("*.log")):
-        edit(path, "lookup = 0", "lookup = 1")
-    digest = sha256(source.replace("lookup = 0", "lookup = 1").encode()).hexdigest()
+        edit(path, "self.step = 0", "self.step = 1")
+    digest = sha256(source.replace("self.step = 0", "self.step = 1").encode()).hexdigest()
     for seed in (1, 2, 3):
         change(records, "export", seed, code_sha256=digest)
     submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
@@ -431,10 +431,10 @@ def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     base = claims(records)["base"]
     assert difference.startswith(f"--- {base}/train_gpt.py\n+++ train_gpt.py\n@@ ")
     changed = [line for line in difference.splitlines()[2:] if line[0] in "+-"]
-    assert [line[0] for line in changed] == ["-", "+"] and "lookup = 1" in changed[1]
+    assert [line[0] for line in changed] == ["-", "+"] and "self.step = 1" in changed[1]
     assert "`train_gpt.py`: changed, see `script.diff`." in (records / "README.md").read_text()
     assert verify.verify_record(records)[0] == []
-    edit(records / "script.diff", r"lookup = 1", "lookup = 2")
+    edit(records / "script.diff", r"self.step = 1", "self.step = 2")
     assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
     (records / "script.diff").unlink()
     assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
@@ -698,8 +698,8 @@ def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
     assert "- flash attention (SDPA): `ATTN=flash does not run float32 heads`" in text
     rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()}
     assert rows["torch.compile"][2:] == ["skipped", "n/a", "n/a", "n/a", "n/a |"]
-    assert rows["float32"][4:6] == ["n/a", "n/a"] and rows["bfloat16"][3:6] == ["102,400", "10.4%", "n/a"]
-    assert rows["two ranks (DDP)"][3:5] == ["409,600", "20.7%"]
+    assert rows["float32"][4:6] == ["n/a", "n/a"] and rows["bfloat16"][3:6] == ["102,400", "7.8%", "n/a"]
+    assert rows["two ranks (DDP)"][3:5] == ["409,600", "15.6%"]
     edit(folder / "rung10.jsonl", r'"COMPILE": \["0"', '"COMPILE": ["1"')
     assert ladder.check_rungs(folder) == ["rung10.jsonl was not run with the settings of 'padded vocabulary'"]
     edit(folder / "rung03.jsonl", '"code_sha256": "0', '"code_sha256": "1')
