@@ -189,7 +189,8 @@ def start(host: str, command: list[str], folder: Path, environment: dict[str, st
 def start_torchrun(host: str, folder: Path, words: list[str], environment: dict[str, str]) -> subprocess.Popen:
     """Starts torchrun on one of the two hosts."""
     command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d",
-               f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}", TRAINER[1], *words]
+               f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}",
+               f"--rdzv-conf=is_host={host == 'train-a'}", TRAINER[1], *words]
     return start(host, command, folder, environment)
 
 
