@@ -206,11 +206,14 @@ def test_text_comes_from_the_artifact_and_from_safetensors(trained, tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["missing.ptz"], "missing.ptz cannot be loaded"), (["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
-    (["ARTIFACT", "--tokenizer", "gpt2"], "tokenizer gpt2 is not the one"),
+    (["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
     (["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model")])
-def test_what_cannot_be_sampled_is_named(trained, arguments, message):
+def test_what_cannot_be_sampled_is_named(trained, tmp_path, arguments, message):
     folder, *_ = trained
-    result = run_script("sample.py", *(str(folder / "final_model.int8.ptz") if a == "ARTIFACT" else a for a in arguments))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": ["a"] * 260}))
+    files = {"ARTIFACT": folder / "final_model.int8.ptz", "OTHER": other}
+    result = run_script("sample.py", *(files.get(argument, argument) for argument in arguments))
     assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
