@@ -1417,8 +1417,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
-    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing or "
-            f"has not the TOKENIZER_SHA256={config.tokenizer_sha256}; name the right file")
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
+            f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
     return replace(config, device=device, run_id=config.run_id or new_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,

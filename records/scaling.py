@@ -16,8 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import torch
-
+from bench import write_data
 from common import ROOT, load_json, table
 
 sys.path.append(str(ROOT))
@@ -69,18 +68,10 @@ def count() -> None:
     """Run a step of the default model, and print the bytes of its collectives as the profiler saw them."""
     from torch.profiler import ProfilerActivity, profile
     with tempfile.TemporaryDirectory() as place:
-        rows = 8 * 64
-        tokens = torch.randint(1024, (rows * 40,), generator=torch.Generator().manual_seed(0)).numpy().astype("<u2")
-        header = torch.zeros(256, dtype=torch.int32)
-        header[:3] = torch.tensor([20240520, 1, len(tokens)])
-        for split in ("train", "val"):
-            Path(place, f"random_{split}_000000.bin").write_bytes(header.numpy().tobytes() + tokens.tobytes())
-        vocabulary = Path(place, "vocabulary.json")
-        vocabulary.write_text('{"kind": "table", "tokens": [' + ", ".join(['"a"'] * 1024) + "]}")
-        words = [f"DATA_PATH={place}", f"TOKENIZER_PATH={vocabulary}", f"OUT_DIR={place}", "TRAIN_SEQ_LEN=64",
-                 f"TRAIN_BATCH_TOKENS={rows}", f"VAL_BATCH_SIZE={rows}", "DEVICE=cpu", "DTYPE=float32", "COMPILE=0",
-                 "RUN_ID=scaling"]
         os.chdir(place)
+        write_data(Path("data"), 1024, 512)
+        words = ("DATA_PATH=data TOKENIZER_PATH=data/vocabulary.json TRAIN_SEQ_LEN=64 TRAIN_BATCH_TOKENS=512 "
+                 "VAL_BATCH_SIZE=512 DEVICE=cpu DTYPE=float32 COMPILE=0 RUN_ID=scaling").split()
         run = train_gpt.Run(*train_gpt.load_config(words, {}), "")
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             train_gpt.train_step(run, 1.0)
