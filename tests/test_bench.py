@@ -88,6 +88,7 @@ def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
+@pytest.mark.slow
 def test_two_commits_are_compared_and_phases_are_timed():
     command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD",
                "--phases", "--rounds", "1", "--steps", "2", *TINY.split()]

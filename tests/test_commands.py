@@ -124,6 +124,7 @@ esac""")
     assert wrong.returncode and "There is no records/presets/nope.env. Presets: cpu_1mb h100_1gpu_16mb" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_ablations_are_trained_once_and_compared(checkout):
     data = make_shards(checkout)
     base = checkout / "base.env"

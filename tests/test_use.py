@@ -274,6 +274,7 @@ def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched)
         launched(OPEN_MPI)
 
 
+@pytest.mark.slow
 def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
     """Without MPI: the variables that its mpirun would set. Each rank logs what torchrun's would."""
     folder, data, _ = trained
