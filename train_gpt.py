@@ -63,8 +63,7 @@ def require(condition, message: str) -> None:
 
 def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
     """A field of Config. Kind "free": may change on resume; "kept": is in artifacts."""
-    about = {"help": text, "choices": choices, "low": low, "kind": kind}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
 
 free = partial(var, kind="free")
 kept = partial(var, kind="kept")
@@ -292,9 +291,9 @@ def start_ranks(config: Config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
     if config.device == "auto" and kind == "cpu" and not hidden and shutil.which("nvidia-smi"):
-        gpus = subprocess.getoutput("nvidia-smi -L")
-        require("GPU 0" not in gpus, "PyTorch cannot use the GPUs that nvidia-smi lists; install a "
-                f"build for their driver (this is {torch.__version__}), or set DEVICE=cpu")
+        require("GPU 0" not in subprocess.getoutput("nvidia-smi -L"), "PyTorch cannot use the GPUs "
+                "that nvidia-smi lists; install a build for their driver (this is "
+                f"{torch.__version__}), or set DEVICE=cpu")
     if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
         local_rank %= torch.cuda.device_count()
     device = torch.device(kind, local_rank if kind == "cuda" else None)
@@ -305,8 +304,8 @@ def start_ranks(config: Config) -> Ranks:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if world_size > 1:
         store = None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if attempt != "0":  # torchrun's store still has the addresses of processes that have ended
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives it
+        if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
@@ -455,6 +454,11 @@ class TokenLoader:
             ids = ids.pin_memory()  # so that the copy does not wait for the device
         return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
 
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """What `batch` returns, in parts of MICRO_BATCH_TOKENS, all of one size."""
+        rows = self.config.micro_batch_tokens // self.config.train_seq_len
+        return list(zip(*(ids.split(rows) for ids in self.batch(step))))
+
 @lru_cache(maxsize=2)  # a step can end in the next epoch
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
@@ -514,8 +518,7 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str
     found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
     path = Path(config.data_path, "manifest.json")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        splits = manifest.get("splits", {})
+        splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
         wanted = [splits.get("val", {}).get("tokens", found[0]),
                   splits.get("val", {}).get("decoded_bytes", found[1])]
         digests = {shard["file"]: shard.get("sha256")
@@ -569,8 +572,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
     groups = q.size(1) // k.size(1)
     if groups > 1 and kernel in REPEATING:
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if kernel == "blocks" and q.size(2) == k.size(2):
         return BlockAttention.apply(q, k, v)
     grouped = q.size(1) != k.size(1)
@@ -670,10 +672,8 @@ class GPT(nn.Module):
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, config.model_dim))
         half_head = config.model_dim // config.num_heads // 2
-        rotating = config.rope_dims // 2 or half_head
-        exponents = torch.arange(half_head, dtype=torch.float32) / rotating
+        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
         frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
-        self.register_buffer("frequencies", frequencies, persistent=False)
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):
@@ -684,21 +684,25 @@ class GPT(nn.Module):
             elif tied and name == "tok_emb.weight":
                 nn.init.normal_(p, std=config.tied_embed_init_std)
         if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
-            for tensor in (*self.parameters(), self.frequencies):
+            for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             # The baseline keeps the table in bfloat16; small updates and decay would vanish there.
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
                 self.tok_emb.bfloat16()
+        length = max(config.train_seq_len, config.eval_seq_len)
+        angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
+        # A table: compiled kernels would compute it again and again, 7 % of a step on an H100.
+        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
         """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type. To go on
         with a text one token at a time, pass the same list of dicts, first empty, one per block."""
         caches = caches or [None] * len(self.blocks)
         seen = caches[0]["k"].size(2) if caches[0] else 0
-        assert not seen or tokens.size(1) == 1, "a cached text grows token by token"
-        positions = torch.arange(tokens.size(1), device=tokens.device, dtype=torch.float32) + seen
-        angles = torch.outer(positions, self.frequencies)[:, None]  # (T, 1, C/2)
-        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+        end = seen + tokens.size(1)
+        assert not seen or end == seen + 1, "a cached text grows token by token"
+        assert end <= self.rotary.size(1), f"{end} tokens are too many; set EVAL_SEQ_LEN={end}"
+        cos, sin = self.rotary[:, seen:end].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
@@ -876,9 +880,10 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float]:
-    """Score the validation tokens once: nats per token, and bits per byte of their text. Windows of
-    `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
+def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float, float]:
+    """Score the validation tokens once: nats per token, bits per byte, ms spent. Windows
+    of `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
+    start_ms = run.ranks.now_ms()
     config = run.config
     ranks = run.ranks
     count = len(run.val_tokens) - 1
@@ -901,16 +906,15 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float
         nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
     ranks.sum([nats])
     total = nats.item()
-    return total / count, total / math.log(2) / run.val_bytes
+    return total / count, total / math.log(2) / run.val_bytes, run.ranks.now_ms() - start_ms
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
     is_matrix = tensor.ndim == 2
     rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
-    values = rows.abs()
     # The percentile of a row, interpolated linearly, from a partial sort.
     place = 0.9999984 * (rows.size(1) - 1)
-    top = values.topk(rows.size(1) - int(place)).values
+    top = rows.abs().topk(rows.size(1) - int(place)).values
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
     scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
@@ -935,7 +939,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True)):
         rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
-        rows -= torch.outer(error, factors)  # zero for the columns before
+        rows[:, i:] -= torch.outer(error, factors[i:])
     return rounded[:, order.argsort()].to(torch.int8), scales
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
@@ -951,9 +955,8 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             gram = (grams or {}).get(name)
-            clip = config.export_clip
-            published = t.ndim != 2 or (bits == 8 and not clip and gram is None)
-            pair = quantize_tensor(t) if published else round_rows(t, bits, clip, gram)
+            plain = t.ndim != 2 or (bits == 8 and not config.export_clip and gram is None)
+            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, gram)
             artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -1075,10 +1078,8 @@ def calibrate(run: "Run") -> dict[str, Tensor]:
                 for i in range(run.config.num_layers) for product in parts]
     products.append(["tok_emb.weight" if run.model.lm_head is None else "lm_head.weight"])
     sums = [0.0] * len(products)
-    rows = run.config.micro_batch_tokens // run.config.train_seq_len
     for step in range(run.step, run.step + run.config.gptq_batches):
-        inputs, targets = run.loader.batch(step)
-        for x, y in zip(inputs.split(rows), targets.split(rows)):
+        for x, y in run.loader.micro_batches(step):
             found = []
             with Recorder(), torch.compiler.set_stance("force_eager"):
                 run.model(x, y)
@@ -1094,7 +1095,7 @@ def export(run: "Run", code: bytes) -> None:
         floats = Path(run.config.out_dir, "final_model.pt")
         packed = Path(run.config.out_dir, "final_model.int8.ptz")
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
-        data, payload, raw_bytes = pack(state, run.config, run.grams)
+        data, payload, raw_bytes = run.packed or pack(state, run.config, run.grams)
         digest = sha256(data).hexdigest()
         write_whole(floats, saved(state))
         write_whole(packed, data)
@@ -1112,16 +1113,11 @@ def export(run: "Run", code: bytes) -> None:
     if run.ranks.world_size > 1:
         for p in run.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
-    c = run.config
-    if c.eval_seq_len or c.eval_stride:
-        start_ms = run.ranks.now_ms()
-        loss, bpb = evaluate(run, c.eval_seq_len, c.eval_stride)
-        eval_ms = run.ranks.now_ms() - start_ms
+    if run.config.eval_seq_len or run.config.eval_stride:
+        loss, bpb, eval_ms = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
         run.log.line(f"windows val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
         run.log.event("windows", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
-    start_ms = run.ranks.now_ms()
-    loss, bpb = evaluate(run)
-    eval_ms = run.ranks.now_ms() - start_ms
+    loss, bpb, eval_ms = evaluate(run)
     run.log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
                  f"eval_time:{eval_ms:.0f}ms\n"
                  f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
@@ -1227,6 +1223,7 @@ class Run:
             load_weights(self.model, config.init_from)
         self.model.to(ranks.device)
         self.grams = {}  # calibrate's
+        self.packed = None  # what pack returned, if SIZE_CAP asked for the size
         self.code_bytes = len(source.encode("utf-8"))
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
@@ -1279,11 +1276,10 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
             group["lr"] = group["base_lr"] * factor
             if "momentum" in group:
                 group["momentum"] = momentum
-    inputs, targets = run.loader.batch(run.step)
-    rows = config.micro_batch_tokens // config.train_seq_len
+    batches = run.loader.micro_batches(run.step)
     loss_sum = torch.zeros((), device=run.ranks.device)
-    for x, y in list(zip(inputs.split(rows), targets.split(rows)))[:micro_batches]:
-        loss = run.model(x, y) * (len(x) / len(inputs) / run.ranks.world_size)
+    for x, y in batches[:micro_batches]:
+        loss = run.model(x, y) * (1 / len(batches) / run.ranks.world_size)
         run.scaler.scale(loss).backward()
         loss_sum += loss.detach()
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
@@ -1338,13 +1334,14 @@ def train(run: Run) -> None:
             run.time_ms += run.ranks.now_ms() - start_ms
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
-            loss, bpb = evaluate(run)
+            loss, bpb, _ = evaluate(run)
             log.line(f"step:{run.step}/{config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
                      f"train_time:{run.time_ms:.0f}ms "
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
             log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
             if config.size_cap and run.ranks.rank == 0:  # seen early
-                size = len(pack(run.model.state_dict(), config, run.grams)[0]) + run.code_bytes
+                run.packed = pack(run.model.state_dict(), config, run.grams)
+                size = len(run.packed[0]) + run.code_bytes
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
                 log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
@@ -1371,14 +1368,12 @@ def train(run: Run) -> None:
 def compile_model(run: Run, required: bool) -> None:
     """Compile the model. If that fails, it stays eager; if `required`, ValueError is raised."""
     model = run.model
-    rows = run.config.micro_batch_tokens // run.config.train_seq_len
-    inputs, targets = run.loader.batch(0)
     for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # starts sooner
         part.compile(dynamic=False, fullgraph=True)
     if run.ranks.device.type != "cuda":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
-        model(inputs[:rows], targets[:rows]).backward()
+        model(*run.loader.micro_batches(0)[0]).backward()
     except Exception as error:  # compilers fail in many ways
         if "out of memory" in str(error):
             raise
@@ -1409,10 +1404,15 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                 f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
     tokens = round(config.train_batch_tokens / least) * least
     rows = tokens // (ranks.world_size * length)  # of a rank
-    cached = (1 << 21) // (config.model_dim * getattr(torch, config.dtype).itemsize)
-    limits = {"cpu": cached,  # activations of 2 MB stay in its cache
+    width = config.model_dim * getattr(torch, config.dtype).itemsize
+    limits = {"cpu": (1 << 21) // width,  # activations of 2 MB stay in its cache
               "mps": length}  # its attention stores all scores
-    limit = config.micro_batch_tokens or limits.get(device, rows // spans_per_rank * length)
+    if device == "cuda":  # by peaks on an H100; compiled, activations take up to 35 % of its memory
+        per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
+        share = 0.35 if config.compile == "1" else 0.12
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
+    limit = config.micro_batch_tokens or limits[device]
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
     new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)

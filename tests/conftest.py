@@ -95,6 +95,13 @@ def one_process() -> train_gpt.Ranks:
     return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
 
 
+def loader_of(config: train_gpt.Config, batch, **attributes) -> train_gpt.TokenLoader:
+    """A loader whose `batch` is replaced; it needs no shards."""
+    loader = train_gpt.TokenLoader.__new__(train_gpt.TokenLoader)
+    vars(loader).update(config=config, batch=batch, **attributes)
+    return loader
+
+
 def split_batch(config: train_gpt.Config, world_size: int) -> tuple[int, int]:
     """Spans per rank and tokens per step, as they are resolved for a number of ranks."""
     ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))

@@ -191,7 +191,8 @@ def start_torchrun(host: str, folder: Path, words: list[str], environment: dict[
     command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2", "--rdzv-backend=c10d",
                f"--rdzv-endpoint={HOSTS['train-a']}:29400", f"--local-addr={HOSTS[host]}",
                f"--rdzv-conf=is_host={host == 'train-a'}", TRAINER[1], *words]
-    return start(host, command, folder, environment)
+    # A new torchrun looks for the address of its rank 0 where only a first rendezvous writes it (PyTorch 2.13).
+    return start(host, command, folder, {**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def with_pals_variables(folder: Path, words: list[str], environment: dict[str, str]) -> None:

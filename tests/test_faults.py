@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import (REPOSITORY, events, make_shards, read_checkpoint, run_here, run_trainer, tiny_arguments,
+from conftest import (REPOSITORY, events, loader_of, make_shards, read_checkpoint, run_here, run_trainer, tiny_arguments,
                       tiny_config)
 from test_optim import make_run
 
@@ -319,8 +318,8 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
 def test_the_first_step_that_is_not_finite_is_remembered(monkeypatch, value):
     run = make_run(micro_batch_tokens=32)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]), start=lambda piece: 7 * piece,
-                                       pieces=10)
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]), start=lambda piece: 7 * piece,
+                           pieces=10)
     broken_forward(monkeypatch, {5, 8}, value)
     for run.step in range(4):
         train_gpt.train_step(run, 1.0)

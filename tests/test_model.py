@@ -71,7 +71,7 @@ def test_a_padded_vocabulary_has_more_rows_and_the_same_tokens():
         tables = [model.tok_emb] + [model.lm_head] * (not tied)
         assert [len(table.weight) for table in tables] == [320] * len(tables)
         tokens = torch.randint(0, 260, (2, 33))
-        assert model.logits(model.hidden(tokens)).shape == (2, 33, 320)
+        assert model.logits(model.hidden(tokens[:, 1:])).shape == (2, 32, 320)
         assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(320)) < 0.05
     assert len(train_gpt.GPT(tiny_config(vocab_pad=26)).tok_emb.weight) == 260
 
@@ -325,13 +325,14 @@ def test_the_loss_is_pytorchs_cross_entropy(uncounted):
 
 
 def test_types_of_a_bfloat16_run():
-    """The table is bfloat16, all else float32 with values that bfloat16 can hold; so are frequencies."""
+    """The table is bfloat16, all else float32 with values that bfloat16 can hold; so are the rotary frequencies."""
     model = train_gpt.GPT(tiny_config(dtype="bfloat16"))
     for name, p in model.named_parameters():
         assert p.dtype == (torch.bfloat16 if name == "tok_emb.weight" else torch.float32)
         assert torch.equal(p.float(), p.bfloat16().float()), name
-    assert model.frequencies.dtype == torch.float32
-    assert torch.equal(model.frequencies, model.frequencies.bfloat16().float())
     assert model.logits(model.hidden(torch.zeros(1, 4, dtype=torch.long))).dtype == torch.float32
-    exact = train_gpt.GPT(tiny_config()).frequencies
-    assert not torch.equal(exact, exact.bfloat16().float())
+    found, exact = (m.rotary[:, 1, 0] for m in (model, train_gpt.GPT(tiny_config())))  # cos, sin at position 1
+    frequencies = torch.atan2(exact[1], exact[0])
+    assert found.dtype == torch.float32 and not torch.allclose(found, exact, rtol=0, atol=1e-5)
+    rounded = frequencies.bfloat16().float()
+    torch.testing.assert_close(found, torch.stack((rounded.cos(), rounded.sin())), rtol=0, atol=1e-6)

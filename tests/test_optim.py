@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import train_gpt
-from conftest import one_process, tiny_config
+from conftest import loader_of, one_process, tiny_config
 
 
 def make_run(**changes):
@@ -25,7 +25,7 @@ def make_run(**changes):
     run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(-1), 0, 0.0, [], 0
     run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     run.pace_ms, run.agreed, run.logged = 0.0, (0, 0.0), (0, 0.0)
-    run.grams = {}
+    run.grams, run.packed = {}, None
     return run
 
 
@@ -113,7 +113,7 @@ def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused)
     reference = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                                   lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(0))
-    run.loader = type("Loader", (), {"batch": lambda self, step: (tokens[:, :-1], tokens[:, 1:])})()
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     for _ in range(3):
         train_gpt.train_step(run, 0.5)
         twin.zero_grad()
@@ -211,7 +211,7 @@ def test_momentum_warm_up():
     tokens = torch.randint(0, 260, (2, 33))
     for steps, wanted in ((100, [0.92, 0.955, 0.99, 0.99]), (0, [0.99] * 4)):
         run = make_run(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=steps)
-        run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+        run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
         values = []
         for run.step in (0, 50, 100, 1000):
             train_gpt.train_step(run, 1.0)
@@ -232,7 +232,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     def evaluate(run):
         clock[0] += 100.0
         off[0] += 100.0
-        return 1.0, 1.0
+        return 1.0, 1.0, 100_000.0
 
     off = [0.0]
     monkeypatch.setattr(train_gpt, "train_step", train_step)
@@ -265,7 +265,7 @@ def step_of(run, tokens):
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=random)
         p.register_post_accumulate_grad_hook(lambda p: grads.update({p: p.grad}))
-    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     loss, norm = train_gpt.train_step(run, 1.0)
     assert all(grads[p].abs().max() > 1e-6 for p in run.model.parameters())
     return [loss, norm, *(grads[p] for p in run.model.parameters())]
@@ -287,7 +287,7 @@ def test_a_compiled_model_computes_the_same(monkeypatch, kernel):
     tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
     eager, run = make_run(), make_run(attn=kernel)
     run.log = types.SimpleNamespace(line=lines.append)
-    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     train_gpt.compile_model(run, required=True)
     assert lines == [] and all(p.grad is None for p in run.model.parameters())
     assert all(block._compiled_call_impl for block in run.model.blocks)
@@ -328,7 +328,7 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
         return list(values)
 
     for name, value in (("train_step", train_step), ("log_step", lambda *a: None),
-                        ("evaluate", lambda run: (1.0, 1.0))):
+                        ("evaluate", lambda run: (1.0, 1.0, 0.0))):
         monkeypatch.setattr(train_gpt, name, value)
     run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
@@ -384,7 +384,7 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
     """float16: the table's gradient overflows; the matrices stay finite, and no fault is seen."""
     run = make_run(dtype="float16", grad_accum_steps=1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     before = run.model.tok_emb.weight.detach().clone()
     run.model.tok_emb.weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
     for clip in (0.0, 1.0):
@@ -397,7 +397,7 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
 def test_a_step_sets_learning_rates_and_momentum():
     run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = types.SimpleNamespace(batch=lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     run.step = 5
     loss, norm = train_gpt.train_step(run, 0.25)
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import REPOSITORY, events, make_shards, run_here, tiny_arguments, tiny_config
+from conftest import REPOSITORY, events, loader_of, make_shards, run_here, tiny_arguments, tiny_config
 from test_model import SWITCHES, trained_like
 from test_optim import make_run
 
@@ -35,7 +35,7 @@ def test_a_row_does_not_depend_on_its_batch_and_probabilities_sum_to_one(changes
 
 @pytest.mark.parametrize("length, stride", [(32, 32), (32, 8), (64, 24), (48, 1), (5000, 7)])
 def test_windows_score_every_token_once_with_the_longest_context(length, stride):
-    run = make_run(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192)
+    run = make_run(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192, eval_seq_len=length)
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
     tokens = torch.randint(0, 260, (7 * 32 + 1,), generator=torch.Generator().manual_seed(2))
@@ -48,7 +48,7 @@ def test_windows_score_every_token_once_with_the_longest_context(length, stride)
         new = stop - scored
         total += F.cross_entropy(logits[-new:], window[-new:], reduction="sum").item()
         scored += new
-    loss, bpb = train_gpt.evaluate(run, length, stride)
+    loss, bpb, _ = train_gpt.evaluate(run, length, stride)
     assert loss == pytest.approx(total / 224, rel=1e-5)
     assert bpb == pytest.approx(total / math.log(2) / 1000, rel=1e-5)
 
@@ -122,7 +122,7 @@ def test_calibration_sums_the_inputs_of_each_matrix(tied):
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
     batches = torch.randint(0, 260, (2, 32, 33), generator=torch.Generator().manual_seed(0))
-    run.loader = type("Loader", (), {"batch": lambda self, step: (batches[step, :, :-1], batches[step, :, 1:])})()
+    run.loader = loader_of(run.config, lambda step: (batches[step, :, :-1], batches[step, :, 1:]))
     grams = train_gpt.calibrate(run)
     head = "tok_emb.weight" if tied else "lm_head.weight"
     matrices = {name for name, p in run.model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}

@@ -112,7 +112,7 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     data, *_ = train_gpt.pack(model.state_dict(), config)
     (tmp_path / "a.ptz").write_bytes(data)
     loaded = train_gpt.load(tmp_path / "a.ptz")
-    assert torch.equal(loaded.frequencies, model.frequencies) and loaded.compute_dtype == torch.float32
+    assert torch.equal(loaded.rotary, model.rotary) and loaded.compute_dtype == torch.float32
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
     tokens = torch.randint(0, 260, (1, 512))
     wanted = model.logits(model.hidden(tokens)).float()
@@ -137,6 +137,9 @@ def test_cached_and_uncached_logits_agree(changes, first):
     torch.testing.assert_close(model.logits(torch.cat(parts, 1)), wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="token by token"):
         model.hidden(tokens[:, :2], caches)
+    for text, cache in ((tokens[:, :1], caches), (tokens[:, :1].repeat(1, 33), None)):
+        with pytest.raises(AssertionError, match="33 tokens are too many; set EVAL_SEQ_LEN=33"):
+            model.hidden(text, cache)
 
 
 def draw(logits, count=2000, **changes):
