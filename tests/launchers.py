@@ -11,15 +11,20 @@ launch fails or differs. Slurm and the two hosts need root and Debian's packages
 """
 
 import argparse
+import fcntl
 import hashlib
+import heapq
 import json
 import os
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,7 +41,9 @@ from test_golden import GOLDEN, MODEL  # noqa: E402
 TRAINER = [sys.executable, str(REPOSITORY / "train_gpt.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 HOSTS = {"train-a": "10.77.0.1", "train-b": "10.77.0.2"}  # namespaces and their addresses
-LINK = {"train-a": "train-veth-a", "train-b": "train-veth-b"}
+LINK = {"train-a": "train-link-a", "train-b": "train-link-b"}
+SLOW_S, SLOW_BYTES_PER_S = 0.01, 100e6 / 8  # delay and rate of the slow link, each way
+TUNSETIFF, TUN_WITHOUT_HEADER = 0x400454CA, 0x1001  # of linux/if_tun.h
 SLURM = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort=26817
@@ -147,19 +154,53 @@ def slurm(folder: Path):
         yield {"SLURM_CONF": environment["SLURM_CONF"]}
 
 
+def open_tun(name: str) -> int:
+    """Creates a network device whose packets are read from and written to the file descriptor."""
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), TUN_WITHOUT_HEADER))
+    return file
+
+
+def carry(ends: list[int], stopped: threading.Event) -> None:
+    """Carries packets between two devices, late and at a limited rate. (The kernel's netem is a module that many
+    machines lack.)"""
+    free_s = [0.0, 0.0]  # when the packets before have left, by direction
+    waiting = []  # arrival, number, end, packet
+    count = 0
+    while not stopped.is_set():
+        pause_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.1
+        for end in select.select(ends, [], [], pause_s)[0]:
+            way = ends.index(end)
+            packet = os.read(end, 65536)
+            free_s[way] = max(free_s[way], time.monotonic()) + len(packet) / SLOW_BYTES_PER_S
+            heapq.heappush(waiting, (free_s[way] + SLOW_S, count, ends[1 - way], packet))
+            count += 1
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, end, packet = heapq.heappop(waiting)
+            with suppress(OSError):  # a device that is down loses packets
+                os.write(end, packet)
+
+
 @contextmanager
-def two_hosts():
-    """Two network namespaces with a link between them."""
-    need("ip", "tc", root=True)
+def two_hosts(slow: bool = False):
+    """Two network namespaces with a link between them, which can be a slow one."""
+    need("ip", root=True)
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
 
     first, second = LINK.values()
+    ends = []
+    stopped = threading.Event()
+    carrier = threading.Thread(target=carry, args=(ends, stopped))
     try:
         for host in HOSTS:
             ip("netns", "add", host)
-        ip("link", "add", first, "type", "veth", "peer", "name", second)
+        if slow:
+            ends += [open_tun(name) for name in LINK.values()]
+            carrier.start()
+        else:
+            ip("link", "add", first, "type", "veth", "peer", "name", second)
         for host, address in HOSTS.items():
             ip("link", "set", LINK[host], "netns", host)
             ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK[host])
@@ -167,9 +208,14 @@ def two_hosts():
             ip("-n", host, "link", "set", "lo", "up")
         yield
     finally:
+        stopped.set()
+        if slow:
+            carrier.join()
         for host in HOSTS:
             kill_all(host)
             subprocess.run(["ip", "netns", "del", host], check=False)
+        for end in ends:
+            os.close(end)
 
 
 def kill_all(host: str) -> None:
@@ -206,10 +252,7 @@ def with_pals_variables(folder: Path, words: list[str], environment: dict[str, s
 
 
 def on_two_hosts(folder: Path, words: list[str], environment: dict[str, str], slow: bool = False) -> None:
-    with two_hosts():
-        if slow:
-            run(["tc", "-n", "train-a", "qdisc", "add", "dev", LINK["train-a"], "root", "netem", "delay", "10ms",
-                 "rate", "100mbit"], folder, environment)
+    with two_hosts(slow):
         wait_for({host: start_torchrun(host, folder, words, environment) for host in HOSTS})
 
 
