@@ -303,8 +303,8 @@ def start_ranks(config: Config) -> Ranks:
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if world_size > 1:
-        store = None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives it
+        store = None  # torchrun's outlives the ranks that it starts again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
@@ -407,7 +407,7 @@ class TokenLoader:
         self.config = config
         self.ranks = ranks
         self.files = find_shards(config, "train")
-        self.shards = [open_shard(path) for path in self.files]  # ids are checked when read
+        self.shards = [open_shard(path) for path in self.files]  # ids: checked when read
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
@@ -418,7 +418,7 @@ class TokenLoader:
         self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
         self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
         self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
-        self.pieces = config.train_batch_tokens // self.length  # of a step, over all ranks
+        self.pieces = config.train_batch_tokens // self.length  # of a step, all ranks
         self.step_tokens = self.pieces * self.stride
         self.batch(0)  # shards of another vocabulary are found before training
 
@@ -497,7 +497,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
-    except Exception as error:  # a missing package, a missing file, or one that is damaged
+    except Exception as error:  # a missing package, a missing or damaged file
         raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
@@ -691,7 +691,7 @@ class GPT(nn.Module):
                 self.tok_emb.bfloat16()
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
-        # A table: compiled kernels would compute it again and again, 7 % of a step on an H100.
+        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
