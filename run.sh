@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 python=${PYTHON:-python3}
+export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 
 has_pytorch() {  # 2.6 or newer, and able to use the GPUs if there are some
   "$python" -c '
