@@ -183,6 +183,25 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
 
 
+def test_the_size_is_that_of_the_artifact_and_no_model_is_packed_twice(tmp_path, monkeypatch):
+    data = make_shards(tmp_path)
+    packed, artifacts = [], []
+
+    def pack(state, config, grams, pack=train_gpt.pack):
+        result = pack(state, config, grams)
+        packed.append(result[0])
+        return result
+
+    monkeypatch.setattr(train_gpt, "pack", pack)
+    for cap, times in ((0, 1), (50_000, 3)):  # at the end; with a cap, at steps 0, 2 and 4
+        packed.clear()
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID=f"cap{cap}", ITERATIONS=4, VAL_LOSS_EVERY=2,
+                                                        GPTQ_BATCHES=1, EXPORT_BITS=5, SIZE_CAP=cap))
+        artifacts.append((tmp_path / "final_model.int8.ptz").read_bytes())
+        assert len(packed) == times and packed[-1] == artifacts[-1]
+    assert artifacts[0] == artifacts[1]
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
 def test_presets_train_and_export(tmp_path, monkeypatch, preset):
     """Their switches on a small model: the shape, the data and the clock are the tests'."""
