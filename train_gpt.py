@@ -8,6 +8,7 @@
 Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
 T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
 """
+import ctypes
 import difflib
 import gc
 import inspect
@@ -15,6 +16,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -291,9 +293,8 @@ def start_ranks(config: Config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
     if config.device == "auto" and kind == "cpu" and not hidden and shutil.which("nvidia-smi"):
-        require("GPU 0" not in subprocess.getoutput("nvidia-smi -L"), "PyTorch cannot use the GPUs "
-                "that nvidia-smi lists; install a build for their driver (this is "
-                f"{torch.__version__}), or set DEVICE=cpu")
+        require("GPU 0" not in subprocess.getoutput("nvidia-smi -L"), f"torch {torch.__version__} "
+                "cannot use the GPUs here; install a build for their driver, or set DEVICE=cpu")
     if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
         local_rank %= torch.cuda.device_count()
     device = torch.device(kind, local_rank if kind == "cuda" else None)
@@ -302,6 +303,9 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    if kind == "cpu" and platform.libc_ver()[0] == "glibc":  # new pages took a fifth of a step
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: everything is on the heap,
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: which keeps what is freed
     if world_size > 1:
         store = None  # torchrun's outlives the ranks that it starts again
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -354,23 +358,25 @@ class RunLog:
             elapsed = round(time.monotonic() - STARTED, 3)
             write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
 
-def log_step(run: "Run", loss: float, norm: float, eta_s: float) -> None:
+def log_step(run: "Run", loss: float, norm: float) -> None:
     """Log a training step, with its speed since the last line and the memory that CUDA used."""
     last_step, last_ms = run.logged
     run.logged = (run.step, run.time_ms)
     tokens = (run.step - last_step) * run.config.train_batch_tokens
     rate = tokens / max(run.time_ms - last_ms, 1e-6) * 1000
     average = run.time_ms / run.step
+    steps_ms = (run.config.iterations - run.step) * average
+    left_s = max(0.0, min(run.cap_ms - run.time_ms, steps_ms)) / 1000
     lr = run.optimizers[-1].param_groups[0]["lr"]
     memory = torch.cuda.max_memory_allocated() >> 20
     epoch = run.step * run.loader.step_tokens / run.loader.epoch_tokens
     run.log.event("train", step=run.step, train_loss=loss, train_time_ms=run.time_ms,
                   step_avg_ms=average, lr=lr, grad_norm=norm, tok_per_sec=rate, mem_mib=memory,
-                  eta_s=eta_s, epoch=epoch)
+                  eta_s=left_s, epoch=epoch)
     run.log.line(f"step:{run.step}/{run.config.iterations} train_loss:{loss:.4f} "
                  f"train_time:{run.time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
                  f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} mem:{memory}MiB "
-                 f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}")
+                 f"eta:{left_s / 60:.1f}m epoch:{epoch:.3f}")
 
 # ---- Data and bytes ----------------------------------------------------------------------------
 def find_shards(config: Config, split: str) -> list[Path]:
@@ -884,8 +890,7 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float
     """Score the validation tokens once: nats per token, bits per byte, ms spent. Windows
     of `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
     start_ms = run.ranks.now_ms()
-    config = run.config
-    ranks = run.ranks
+    config, ranks = run.config, run.ranks
     count = len(run.val_tokens) - 1
     length = min(length or config.train_seq_len, count)
     stride = stride or length
@@ -1088,8 +1093,8 @@ def calibrate(run: "Run") -> dict[str, Tensor]:
     return {name: gram.cpu() for names, gram in zip(products, sums) for name in names}
 
 def export(run: "Run", code: bytes) -> None:
-    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds. With
-    ITERATIONS=0, an artifact INIT_FROM=*.ptz is scored as it is."""
+    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds.
+    With ITERATIONS=0, an artifact INIT_FROM=*.ptz is scored as it is."""
     as_it_is = run.config.iterations == 0 and run.config.init_from.endswith(".ptz")
     if run.ranks.rank == 0 and not as_it_is:
         floats = Path(run.config.out_dir, "final_model.pt")
@@ -1125,7 +1130,7 @@ def export(run: "Run", code: bytes) -> None:
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
-    """The checkpoints of RUN_ID, or of every run if that is empty, the newest one first."""
+    """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
     files = Path(config.out_dir, "checkpoints").glob("*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name)]
@@ -1329,9 +1334,8 @@ def train(run: Run) -> None:
         if run.stop_signal:
             break
         if done and config.gptq_batches and run.loader:
-            start_ms = run.ranks.now_ms()
             run.grams = calibrate(run)
-            run.time_ms += run.ranks.now_ms() - start_ms
+            run.time_ms = run.ranks.now_ms() - run.zero_ms
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
             loss, bpb, _ = evaluate(run)
@@ -1353,10 +1357,8 @@ def train(run: Run) -> None:
         log_this = step <= 10 or is_due(step, config.train_log_every)
         pauses = is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)
         advance_clock(run, agree=log_this or pauses or step == config.iterations)
-        steps_left_ms = (config.iterations - run.step) * run.time_ms / run.step
-        eta_s = max(0.0, min(run.cap_ms - run.time_ms, steps_left_ms)) / 1000
         if log_this or run.time_ms >= run.cap_ms:
-            log_step(run, loss.item(), norm.item(), eta_s)
+            log_step(run, loss.item(), norm.item())
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
@@ -1384,16 +1386,14 @@ def compile_model(run: Run, required: bool) -> None:
     model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks) -> Config:
-    """Replace automatic settings with their values; round the batch. Raises ValueError."""
+    """Replace automatic settings by their values; round the batch. Raises ValueError."""
     device = ranks.device.type
-    if config.dtype == "auto":
-        other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
-        native = bfloat16_is_native(ranks.device)
-        config = replace(config, dtype="bfloat16" if native else other)
+    other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
     compiles = device == "cuda" or (device == "cpu" and builds)
-    if config.compile == "auto":
-        config = replace(config, compile="1" if compiles else "0")
+    chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
+              "compile": "1" if compiles else "0"}
+    config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
     # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))

@@ -35,14 +35,19 @@ from common import (ABSOLUTE_PATH, FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, 
 # they are not a sandbox. A person reads script.diff before a record is accepted.
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # older scripts had wandb
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
-FORBIDDEN_MODULES = {"builtins", "cffi", "code", "ctypes", "imp", "importlib", "marshal", "pickle", "pkgutil",
+FORBIDDEN_MODULES = {"builtins", "cffi", "code", "imp", "importlib", "marshal", "pickle", "pkgutil",
                      "runpy", "socket", "urllib", "http"}
 FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
                         "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
                         "os.exec", "os.spawn", "os.posix_spawn")
-KEEP_THEIR_NAMES = {"os", "subprocess", "torch"}  # "import os as x" would hide the names above
-PROGRAM = re.compile(r"subprocess\.\w+\(\[?'(nvidia-smi|scontrol)( [\w -]*)?'[,)\]]")  # that a script may start
-# The script of the first records asks for nvidia-smi in a way that PROGRAM does not match. It was read.
+KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" would hide the names above
+# What two modules may be used for: the whole text of a call.
+ALLOWED_CALLS = {
+    "subprocess": ("nvidia-smi and scontrol",
+                   re.compile(r"subprocess\.\w+\(\[?'(nvidia-smi|scontrol)( [\w -]*)?'([,\]][^()]*)?\)")),
+    "ctypes": ("mallopt", re.compile(r"ctypes\.CDLL\(None\)\.mallopt\(-?\d+, -?\d+\)")),
+}
+# The script of the first records asks for nvidia-smi in a way that ALLOWED_CALLS does not match. It was read.
 ACCEPTED_SCRIPTS = {"3f82a1a173129f609441fc05108900126f716498e502d342618e0b862688dc4b"}
 
 # ---- Slack, and why --------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ def check_script(source: str) -> tuple[str, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return (*findings, f"train_gpt.py is not Python: {error}")
     imported, hidden = set(), set()
-    uses = allowed = 0
+    spare = dict.fromkeys(ALLOWED_CALLS, 0)  # allowed calls less uses
     for node in nodes:
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
@@ -308,19 +313,21 @@ def check_script(source: str) -> tuple[str, ...]:
             imported |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             text = ast.unparse(node)
-            uses += text == "subprocess"
+            if text in spare:
+                spare[text] -= 1
             if text in FORBIDDEN_NAMES or text.startswith(FORBIDDEN_BEGINNINGS):
                 hidden.add(text)
         elif isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":
             hidden.add(f"weights_only={ast.unparse(node.value)}")
-        elif isinstance(node, ast.Call) and re.fullmatch(r"subprocess\.\w+", ast.unparse(node.func)):
-            allowed += bool(PROGRAM.match(ast.unparse(node)))
+        elif isinstance(node, ast.Call):
+            for module, (_, allowed) in ALLOWED_CALLS.items():
+                spare[module] += bool(allowed.fullmatch(ast.unparse(node)))
     foreign = {name.split(".")[0] or "." for name in imported} - sys.stdlib_module_names - PACKAGES
     findings.check(not foreign, f"train_gpt.py imports {', '.join(sorted(foreign))}: code that is not counted")
     hidden |= {name for name in imported
                if name.split(".")[0] in FORBIDDEN_MODULES or name.startswith(FORBIDDEN_BEGINNINGS)}
-    if uses > allowed or any(name.startswith("subprocess.") for name in imported):
-        hidden.add("subprocess for more than nvidia-smi and scontrol")
+    hidden |= {f"{module} for more than {purpose}" for module, (purpose, _) in ALLOWED_CALLS.items()
+               if spare[module] < 0 or any(name.startswith(f"{module}.") for name in imported)}
     findings.check(not hidden, f"train_gpt.py uses {', '.join(sorted(hidden))}, which can hide code")
     return tuple(findings)
 

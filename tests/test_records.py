@@ -365,7 +365,11 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     ("exec(text)", "exec"), ("eval('1')", "eval"), ("run = eval", "eval"), ("compile('1', '', 'eval')", "compile"),
     ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"),
     ("from importlib import util", "importlib"),
-    ("import ctypes", "ctypes"), ("from ctypes import CDLL", "ctypes"), ("torch.hub.load('a', 'b')", "torch.hub"),
+    ("import ctypes\nctypes.CDLL('./x.so')", "ctypes for more than mallopt"), ("from ctypes import CDLL", "ctypes"),
+    ("import ctypes\nctypes.CDLL(None).system(b'ls')", "ctypes for more"), ("import ctypes as c", "ctypes as c"),
+    ("import ctypes\nstart = ctypes.CDLL(None).mallopt", "ctypes for more"), ("import ctypes.util", "ctypes for more"),
+    ("import ctypes\nctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "ctypes for more"),
+    ("torch.hub.load('a', 'b')", "torch.hub"),
     ("from torch import hub", "torch.hub"), ("import pickle", "pickle"),
     ("torch.load(path, weights_only=False)", "weights_only"),
     ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"),
@@ -386,11 +390,12 @@ def test_scripts_that_can_hide_code_are_refused(line, reason):
     assert any(reason in finding for finding in verify.check_script(line + "\n")), verify.check_script(line + "\n")
 
 
-def test_scripts_may_ask_for_the_gpus_and_the_hosts():
-    assert verify.check_script("""import re, subprocess
+def test_scripts_may_ask_for_the_gpus_and_the_hosts_and_keep_freed_memory():
+    assert verify.check_script("""import ctypes, re, subprocess
 subprocess.getoutput("nvidia-smi -L")
 subprocess.run(["nvidia-smi"], capture_output=True)
 subprocess.check_output(["scontrol", "show", "hostnames"])
+ctypes.CDLL(None).mallopt(-1, 2)
 re.compile("x")
 model.eval()
 model.compile()
