@@ -303,7 +303,7 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-    if kind == "cpu" and platform.libc_ver()[0] == "glibc":  # new pages took a fifth of a step
+    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: everything is on the heap,
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: which keeps what is freed
     if world_size > 1:
@@ -1320,8 +1320,7 @@ def is_due(step: int, every: int) -> bool:
 
 def train(run: Run) -> None:
     """Train until ITERATIONS, the wall-clock cap or a signal."""
-    config = run.config
-    log = run.log
+    config, log = run.config, run.log
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
     run.zero_ms = run.ranks.now_ms() - run.time_ms
@@ -1334,8 +1333,9 @@ def train(run: Run) -> None:
         if run.stop_signal:
             break
         if done and config.gptq_batches and run.loader:
+            start_ms = run.ranks.now_ms()
             run.grams = calibrate(run)
-            run.time_ms = run.ranks.now_ms() - run.zero_ms
+            run.time_ms += run.ranks.now_ms() - start_ms
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.now_ms()
             loss, bpb, _ = evaluate(run)
@@ -1349,7 +1349,7 @@ def train(run: Run) -> None:
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
                 log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
-            run.zero_ms += run.ranks.now_ms() - paused_ms
+            run.zero_ms += run.ranks.max(run.ranks.now_ms() - paused_ms)[0]  # rank 0 packs
         if done:
             break
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
@@ -1386,7 +1386,7 @@ def compile_model(run: Run, required: bool) -> None:
     model.zero_grad(set_to_none=True)
 
 def resolve(config: Config, ranks: Ranks) -> Config:
-    """Replace automatic settings by their values; round the batch. Raises ValueError."""
+    """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))

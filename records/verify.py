@@ -41,7 +41,8 @@ FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension
                         "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
                         "os.exec", "os.spawn", "os.posix_spawn")
 KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" would hide the names above
-# What two modules may be used for: the whole text of a call.
+# The only calls of these two modules that a script may make: their purpose, and the text of a whole call. It has no
+# other parentheses, so that a call around it does not count again.
 ALLOWED_CALLS = {
     "subprocess": ("nvidia-smi and scontrol",
                    re.compile(r"subprocess\.\w+\(\[?'(nvidia-smi|scontrol)( [\w -]*)?'([,\]][^()]*)?\)")),
@@ -313,8 +314,9 @@ def check_script(source: str) -> tuple[str, ...]:
             imported |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             text = ast.unparse(node)
-            if text in spare:
-                spare[text] -= 1
+            module = text.rpartition(".")[2]  # torch.ctypes is ctypes, too
+            if module in spare:
+                spare[module] -= 1
             if text in FORBIDDEN_NAMES or text.startswith(FORBIDDEN_BEGINNINGS):
                 hidden.add(text)
         elif isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True":

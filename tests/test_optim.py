@@ -314,6 +314,30 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
     assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
 
 
+def test_the_time_in_which_another_rank_packs_the_model_is_not_training(monkeypatch):
+    """Validation takes 100 ms here, and 700 on the rank that packs; the next step waits for it."""
+    clock = [0.0]
+
+    def train_step(run, factor):
+        clock[0] += 600.0 + 50.0
+        return torch.tensor(1.0), torch.tensor(1.0)
+
+    def evaluate(run):
+        clock[0] += 100.0
+        return 1.0, 1.0, 0.0
+
+    for name, value in (("train_step", train_step), ("log_step", lambda *a: None), ("evaluate", evaluate)):
+        monkeypatch.setattr(train_gpt, name, value)
+    run = make_run(iterations=3, val_loss_every=1)
+    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
+    run.loader = types.SimpleNamespace()
+    run.ranks = types.SimpleNamespace(
+        device=torch.device("cpu"), rank=1, world_size=2, now_ms=lambda: clock[0],
+        max=lambda *values: [700.0] if values == (100.0,) else list(values))
+    train_gpt.train(run)
+    assert run.step == 3 and run.time_ms == 3 * 50.0
+
+
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatch):
     """As on a GPU, where agreeing waits for the device: 100 ms a step, then 130 from step 300 on."""
     clock, agreed, factors = [0.0], [], []
@@ -337,7 +361,8 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
                                       now_ms=lambda: clock[0], max=agree)
     train_gpt.train(run)
     assert 60_000 <= clock[0] < 60_130 and run.step == 300 + math.ceil(30_000 / 130)
-    assert agreed[:11] == [*range(1, 11), 20] and agreed[-19:] == list(range(run.step - 18, run.step + 1))
+    assert agreed[:11] == [*range(1, 11), 20] and agreed[-20:-1] == list(range(run.step - 18, run.step + 1))
+    assert agreed[-1] == run.step  # on the length of the validation
     assert len(agreed) < 90
     true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(run.step)]
     assert all(abs(known - time) <= 10 * 30 for (known, _), time in zip(factors, true))

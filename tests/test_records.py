@@ -369,7 +369,7 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     ("import ctypes\nctypes.CDLL(None).system(b'ls')", "ctypes for more"), ("import ctypes as c", "ctypes as c"),
     ("import ctypes\nstart = ctypes.CDLL(None).mallopt", "ctypes for more"), ("import ctypes.util", "ctypes for more"),
     ("import ctypes\nctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "ctypes for more"),
-    ("torch.hub.load('a', 'b')", "torch.hub"),
+    ("torch.ctypes.CDLL('./x.so')", "ctypes for more"), ("torch.hub.load('a', 'b')", "torch.hub"),
     ("from torch import hub", "torch.hub"), ("import pickle", "pickle"),
     ("torch.load(path, weights_only=False)", "weights_only"),
     ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"),
