@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import platform
 import shutil
 import sys
 import types
@@ -312,6 +313,17 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
         run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.evaluate(run)
     assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_freed_memory_is_kept_on_a_cpu():
+    resource = pytest.importorskip("resource")
+    train_gpt.start_ranks(tiny_config(device="cpu"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(1 << 24)  # 64 MB, 16,384 pages
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 10 * 16_384  # the heap grows a few times, then holds them
 
 
 def test_the_time_in_which_another_rank_packs_the_model_is_not_training(monkeypatch):
