@@ -1,4 +1,4 @@
-"""Train the best language model that fits in a fixed number of bytes and minutes.
+"""Train the best language model you can within a size limit and a time limit.
 
     python train_gpt.py --help                              every variable, its default and unit
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # first: its defaults would keep a group alive
+import torch.distributed.nn.functional  # now: its default arguments would hold a group
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ class Config:
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the learning rate in the last N steps", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in the last N steps before the cap", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
@@ -102,7 +102,7 @@ class Config:
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
     eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
-    eval_stride: int = free(0, "tokens by which its windows move; 0: no overlap")
+    eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
     # Model
     vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
@@ -120,8 +120,8 @@ class Config:
     init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
     mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
-    shift_keys: bool = kept(False, "keys: half of each, from the token before")
-    exclusive_attn: bool = kept(False, "remove a token's own value from its output")
+    shift_keys: bool = kept(False, "shift a part of each key by one token")
+    exclusive_attn: bool = kept(False, "make a token's output orthogonal to its own value")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -144,7 +144,7 @@ class Config:
     weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
     lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = var(0.0, "lower the rates in this last part of a run")
+    warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints
@@ -153,12 +153,12 @@ class Config:
     resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "parts of names: exported in float32")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "of small tensors: exported in float32")
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = free(0.0, "deviations at a row's limit; 0: its largest")
-    gptq_batches: int = free(0, "correct rounding by N training batches (GPTQ); 0: off")
+    export_clip: float = free(0.0, "limit of rows in standard deviations; 0: the largest")
+    gptq_batches: int = free(0, "after training, round by N batches of it (GPTQ); 0: off")
     export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
     size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
 
@@ -512,7 +512,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
     """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8 bytes
-    of the targets; the SHA-256 of the manifest's shards. Raises ValueError if these differ."""
+    of the targets; the SHA-256 that the manifest states. Raises ValueError if its counts differ."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
@@ -547,8 +547,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 class BlockAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (B, H, T, C) for CPUs: PyTorch's flash kernel forward; backward,
-    where that is slow, products of four blocks of queries with the keys up to the block's end."""
+    """Causal attention of q, k, v (B, H, T, C) for CPUs: PyTorch's flash kernel, but for its slow
+    backward products of four blocks of queries with the keys up to the block's end."""
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -617,7 +617,7 @@ class Attention(nn.Module):
         qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
-            pairs = k.unflatten(3, (2, -1))  # that rotate, the slow ones last
+            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
             fast = self.config.rope_dims // 2 or pairs.size(4) // 2
             slow = token_before(pairs[..., fast:], cache, "last_key")
             k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
@@ -748,7 +748,7 @@ def try_attention(kernel: str, config: Config, device: torch.device) -> list[Ten
         nn.attention.activate_flash_attention_impl("FA3")
     for name in SDPA:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel.removesuffix("3") in name)
-    most = 8192 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
+    most = 2048 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -866,8 +866,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     return [adam, *muon]
 
 def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """The factor on the base learning rates in `step`, begun after `elapsed_ms`. Under a wall-clock
-    cap, warmdown follows time; cosine (arXiv:1608.03983) whichever limit comes first."""
+    """The factor on the base learning rates in `step`, begun after `elapsed_ms`. If there is a cap,
+    WARMDOWN_ITERS end there; WARMDOWN_FRACTION and cosine (arXiv:1608.03983) at either limit."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
         steps = max(1, config.iterations - config.lr_warmup_steps)
@@ -926,9 +926,9 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
 def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
-    """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). The
-    limit of a row is `clip` standard deviations, or its largest value. With `gram`, the sum of
-    x x^T over inputs x, the later columns make good an earlier one's error (arXiv:2210.17323)."""
+    """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). A
+    row's limit is `clip` standard deviations, or its largest value. With `gram`, x x^T summed
+    over inputs x (0 in a dead layer), later columns make good earlier errors (arXiv:2210.17323)."""
     rows = weight.float()
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)
@@ -937,11 +937,11 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     if gram is None:
         return (rows / steps[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
     order = gram.diag().argsort(descending=True)
-    damped = gram[order][:, order] + 0.01 * gram.diag().mean() * torch.eye(len(gram))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
-    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True)):
+    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True).float()):
         rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
         rows[:, i:] -= torch.outer(error, factors[i:])
@@ -990,7 +990,7 @@ def read_description(path: str) -> dict[str, str]:
 
 def load(path: str | Path, **variables) -> GPT:
     """An artifact's model in float32, on the CPU. Other files need its variables."""
-    words = {**variables, "INIT_FROM": path}
+    words = {"EMBED_FLOAT32": 1, **variables, "INIT_FROM": path}
     config, _ = load_config([f"{name}={value}" for name, value in words.items()], {})
     model = GPT(config)
     load_weights(model, path)
@@ -1100,9 +1100,9 @@ def export(run: "Run", code: bytes) -> None:
         floats = Path(run.config.out_dir, "final_model.pt")
         packed = Path(run.config.out_dir, "final_model.int8.ptz")
         state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
+        write_whole(floats, saved(state))
         data, payload, raw_bytes = run.packed or pack(state, run.config, run.grams)
         digest = sha256(data).hexdigest()
-        write_whole(floats, saved(state))
         write_whole(packed, data)
         size = floats.stat().st_size
         ratio = sum(t.nbytes for t in state.values()) / payload
@@ -1118,6 +1118,7 @@ def export(run: "Run", code: bytes) -> None:
     if run.ranks.world_size > 1:
         for p in run.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
     if run.config.eval_seq_len or run.config.eval_stride:
         loss, bpb, eval_ms = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
         run.log.line(f"windows val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
@@ -1333,23 +1334,22 @@ def train(run: Run) -> None:
         if run.stop_signal:
             break
         if done and config.gptq_batches and run.loader:
-            start_ms = run.ranks.now_ms()
             run.grams = calibrate(run)
-            run.time_ms += run.ranks.now_ms() - start_ms
+            run.time_ms = run.ranks.now_ms() - run.zero_ms
         if done or is_due(run.step, config.val_loss_every):
-            paused_ms = run.ranks.now_ms()
+            paused_ms = run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0]
             loss, bpb, _ = evaluate(run)
             log.line(f"step:{run.step}/{config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
                      f"train_time:{run.time_ms:.0f}ms "
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
             log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
-            if config.size_cap and run.ranks.rank == 0:  # seen early
+            if config.size_cap and run.ranks.rank == 0 and run.loader:  # seen early
                 run.packed = pack(run.model.state_dict(), config, run.grams)
                 size = len(run.packed[0]) + run.code_bytes
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
                 log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
-            run.zero_ms += run.ranks.max(run.ranks.now_ms() - paused_ms)[0]  # rank 0 packs
+            run.zero_ms += run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0] - paused_ms
         if done:
             break
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))

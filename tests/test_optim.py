@@ -6,7 +6,9 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -326,28 +328,54 @@ def test_freed_memory_is_kept_on_a_cpu():
     assert faults < 10 * 16_384  # the heap grows a few times, then holds them
 
 
-def test_the_time_in_which_another_rank_packs_the_model_is_not_training(monkeypatch):
-    """Validation takes 100 ms here, and 700 on the rank that packs; the next step waits for it."""
-    clock = [0.0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_and_packing_are_not(monkeypatch, world_size):
+    """Two ranks as threads, each with a clock of its own origin. A step takes 50 ms, a checkpoint of rank 0 900, a
+    validation 100, and packing the model on rank 0 700; steps, validations and collectives wait for both ranks."""
+    walls, offsets, values = [0.0] * world_size, [5e6, -3e6], [[]] * world_size
+    barrier = threading.Barrier(world_size, timeout=60)
+
+    def meet(rank, posted=()):
+        values[rank] = list(posted)
+        barrier.wait()
+        latest, largest = max(walls), [max(column) for column in zip(*values)]
+        barrier.wait()
+        walls[rank] = latest
+        return largest
+
+    def spend(run, ms, together=False):
+        if together:
+            meet(run.ranks.rank)
+        walls[run.ranks.rank] += ms
 
     def train_step(run, factor):
-        clock[0] += 600.0 + 50.0
+        spend(run, 50.0, together=True)
         return torch.tensor(1.0), torch.tensor(1.0)
 
     def evaluate(run):
-        clock[0] += 100.0
+        spend(run, 100.0, together=True)
         return 1.0, 1.0, 0.0
 
-    for name, value in (("train_step", train_step), ("log_step", lambda *a: None), ("evaluate", evaluate)):
+    def pack(state, config, grams):
+        spend(runs[0], 700.0)
+        return b"", 0, 0
+
+    stubs = {"train_step": train_step, "evaluate": evaluate, "pack": pack, "log_step": lambda *a: None,
+             "save_checkpoint": lambda run: spend(run, 900.0 * (run.ranks.rank == 0))}
+    for name, value in stubs.items():
         monkeypatch.setattr(train_gpt, name, value)
-    run = make_run(iterations=3, val_loss_every=1)
-    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
-    run.loader = types.SimpleNamespace()
-    run.ranks = types.SimpleNamespace(
-        device=torch.device("cpu"), rank=1, world_size=2, now_ms=lambda: clock[0],
-        max=lambda *values: [700.0] if values == (100.0,) else list(values))
-    train_gpt.train(run)
-    assert run.step == 3 and run.time_ms == 3 * 50.0
+    runs = []
+    for rank in range(world_size):
+        run = make_run(iterations=3, val_loss_every=1, checkpoint_every=1, size_cap=1)
+        run.loader, run.code_bytes = types.SimpleNamespace(), 0
+        run.ranks = types.SimpleNamespace(
+            device=torch.device("cpu"), rank=rank, world_size=world_size,
+            now_ms=lambda rank=rank: offsets[rank] + walls[rank], max=lambda *posted, rank=rank: meet(rank, posted))
+        runs.append(run)
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(train_gpt.train, runs))
+    for run in runs:  # the checkpoint of the last step comes after its end
+        assert run.step == 3 and run.time_ms == 3 * 50.0 + 2 * 900.0
 
 
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatch):
@@ -373,8 +401,8 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
                                       now_ms=lambda: clock[0], max=agree)
     train_gpt.train(run)
     assert 60_000 <= clock[0] < 60_130 and run.step == 300 + math.ceil(30_000 / 130)
-    assert agreed[:11] == [*range(1, 11), 20] and agreed[-20:-1] == list(range(run.step - 18, run.step + 1))
-    assert agreed[-1] == run.step  # on the length of the validation
+    assert agreed[:11] == [*range(1, 11), 20] and agreed[-21:-2] == list(range(run.step - 18, run.step + 1))
+    assert agreed[-2:] == [run.step] * 2  # on the clock before and after the validation
     assert len(agreed) < 90
     true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(run.step)]
     assert all(abs(known - time) <= 10 * 30 for (known, _), time in zip(factors, true))

@@ -1,6 +1,7 @@
 """The recipe's switches: what they compute, against definitions written out here, and what they must never change."""
 
 import math
+import signal
 import zlib
 
 import numpy as np
@@ -116,6 +117,12 @@ def test_gptq_halves_the_error_of_the_outputs():
     assert errors[1] < 0.5 * errors[0]
 
 
+def test_gptq_of_a_dead_layer_is_plain_rounding():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    values, _ = train_gpt.round_rows(weight, 5, 0.0, torch.zeros(64, 64))
+    assert torch.equal(values, train_gpt.round_rows(weight, 5, 0.0)[0])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_calibration_sums_the_inputs_of_each_matrix(tied):
     run = make_run(tie_embeddings=tied, num_layers=3, gptq_batches=2, **{**SWITCHES, "smear": False})
@@ -179,8 +186,23 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     run_here(monkeypatch, tmp_path, *tiny_arguments(
         data, **{**RECIPE, "GPTQ_BATCHES": 0}, RUN_ID="score", ITERATIONS=0, OUT_DIR=tmp_path / "c",
         INIT_FROM=tmp_path / "a" / "final_model.int8.ptz"))
+    assert "bytes of SIZE_CAP" not in capsys.readouterr().out  # nothing is exported
     scored = [event for event in events(tmp_path, "score") if event["event"] == "val"][0]
     assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
+
+
+def test_ctrl_c_ends_the_scoring_but_not_the_export(tmp_path, monkeypatch):
+    found = []
+
+    def evaluate(*arguments, evaluate=train_gpt.evaluate):
+        found.append((signal.getsignal(signal.SIGINT), (tmp_path / "final_model.int8.ptz").exists()))
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(make_shards(tmp_path), ITERATIONS=1, EVAL_STRIDE=16))
+    (handler, exists), windows, final = found[-3:]
+    assert callable(handler) and not exists  # the last validation of the training
+    assert windows == final == (signal.SIG_DFL, True)
 
 
 def test_the_size_is_that_of_the_artifact_and_no_model_is_packed_twice(tmp_path, monkeypatch):

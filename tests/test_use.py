@@ -119,6 +119,15 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     assert (loaded.logits(loaded.hidden(tokens)) - wanted).norm() < 0.03 * wanted.norm()
 
 
+def test_load_keeps_what_the_artifact_has_of_a_table_in_float32(tmp_path):
+    model = trained_like(tiny_config(dtype="bfloat16", embed_float32=True))
+    (tmp_path / "a.ptz").write_bytes(train_gpt.pack(model.state_dict(), model.config)[0])
+    train_gpt.load_weights(model, tmp_path / "a.ptz")
+    table = model.tok_emb.weight
+    assert not torch.equal(table, table.bfloat16().float())
+    assert torch.equal(train_gpt.load(tmp_path / "a.ptz").tok_emb.weight, table)
+
+
 def tiny_variables() -> dict:
     """What a user would give for a file that does not say it; the type is float32 by default."""
     return {name: getattr(tiny_config(**SWITCHES), name.lower()) for name in train_gpt.KEPT if name != "DTYPE"}
