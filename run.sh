@@ -46,15 +46,6 @@ if [ "${1:-}" = test ]; then
 fi
 
 install requirements.txt
-gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
-wants_cpu=${DEVICE:-}${CUDA_VISIBLE_DEVICES+hidden}$(grep -o 'DEVICE=.*' <<< "$*" || true)
-if [ "$gpus" -eq 0 ] && [ -z "$wants_cpu" ] && command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q '^GPU 0'
-then
-  cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
-  echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
-  echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2
-  exit 1
-fi
 preset=
 vocabulary=1024
 if [ "${1:-}" = --preset ]; then
@@ -69,6 +60,21 @@ fi
 given=" $* "
 arguments=()
 
+device=$(sed -n 's/.* DEVICE=\([a-z]*\) .*/\1/p' <<< "$given")
+device=${device:-${DEVICE:-$(sed -n 's/^DEVICE=//p' "${preset:-/dev/null}")}}
+gpus=0
+if [ "$device" != cpu ]; then
+  gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+fi
+if [ "$gpus" -eq 0 ] && [ -z "$device${CUDA_VISIBLE_DEVICES+hidden}" ] && command -v nvidia-smi > /dev/null &&
+  nvidia-smi -L | grep -q '^GPU 0'
+then
+  cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
+  echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
+  echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2
+  exit 1
+fi
+
 default() {  # NAME=value words, unless the environment or the command line has another value
   local word name
   for word in "$@"; do
@@ -77,17 +83,17 @@ default() {  # NAME=value words, unless the environment or the command line has 
   done
 }
 
-has_fineweb() {
-  compgen -G "data/datasets/fineweb10B_sp$vocabulary/*_train_*.bin" > /dev/null
+count_fineweb() {  # its training shards here
+  (compgen -G "data/datasets/fineweb10B_sp$vocabulary/*_train_*.bin" || true) | wc -l
 }
 
 if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
-  if [ "$gpus" -gt 0 ] && ! has_fineweb; then  # 12 MB of speeches would be read dozens of times in ten minutes
+  if [ "$gpus" -gt 0 ] && [ "$(count_fineweb)" -lt 10 ]; then  # 12 MB of speeches would be read dozens of times
     echo "fetching FineWeb's first ten shards, 2 GB"
     .venv/bin/python -m pip install -q --disable-pip-version-check huggingface_hub || true
-    .venv/bin/python data/download.py --variant "sp$vocabulary" --train-shards 10 || true
+    .venv/bin/python data/download.py --variant "sp$vocabulary" --train-shards 10 || [ $? -ne 130 ]  # Ctrl-C
   fi
-  if ! has_fineweb; then
+  if [ "$(count_fineweb)" -eq 0 ]; then
     speeches=data/datasets/sotu_sp$vocabulary
     [ -e "$speeches/manifest.json" ] ||
       .venv/bin/python data/prepare.py sotu --tokenizer "sp$vocabulary" --out "$speeches"

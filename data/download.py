@@ -125,7 +125,8 @@ def main() -> None:
     try:
         print(download(parser.parse_args()))
     except KeyboardInterrupt:
-        sys.exit("\ndownload.py: stopped; run the same command again to resume")
+        print("\ndownload.py: stopped; run the same command again to resume", file=sys.stderr)
+        sys.exit(130)  # as a shell has it
     except Exception as error:  # the client raises many types, whose messages say what to do
         sys.exit(f"download.py: {type(error).__name__}: {' '.join(str(error).split())}")
 

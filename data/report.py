@@ -57,13 +57,16 @@ def read_manifest(folder: Path, problems: list[str]) -> tuple[str, dict, dict]:
 
 
 def compare_files(folder: Path, digests: dict) -> list[str]:
-    """Return the problems of files that manifest.json lists."""
+    """Return the problems of files that manifest.json lists, and of shards that it does not."""
     problems = []
     for name, digest in digests.items():
         if digest and not (folder / name).is_file():
             problems.append(f"{name} is listed in manifest.json, but missing")
         elif digest and sha256_of(folder / name) != digest:
             problems.append(f"{name} does not have the sha256 in manifest.json")
+    if any(name.endswith(".bin") for name in digests):  # the trainer reads all shards that it finds
+        found = {path.name for part in ("train", "val") for path in folder.glob(f"*_{part}_[0-9]*.bin")}
+        problems += [f"{name} is not listed in manifest.json" for name in sorted(found - digests.keys())]
     return problems
 
 

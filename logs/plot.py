@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -98,6 +99,14 @@ def resume_step(events: list[dict]) -> int:
     return next((event["step"] for event in events if event["event"] == "resume"), 0)
 
 
+def json_events(lines: list[str]) -> list[dict]:
+    """Return the events of a .jsonl log, without a last line that was cut off."""
+    events = [json.loads(line) for line in lines[:-1]]
+    with suppress(ValueError):
+        events += [json.loads(line) for line in lines[-1:]]
+    return events
+
+
 def read_events(path: Path) -> list[dict]:
     """Return the events of a log of either kind. A .jsonl log of a resumed run takes its earlier steps from
     the older logs, which the trainer renamed to NAME.*.jsonl. If both have a step, the newer one counts."""
@@ -106,11 +115,11 @@ def read_events(path: Path) -> list[dict]:
         rules = [i for i, line in enumerate(lines) if line == RULE]
         after_source = rules[-1] + 1 if rules else 0
         return list(text_events(lines[after_source:]))
-    events = [json.loads(line) for line in lines]
+    events = json_events(lines)
     resumed = resume_step(events)
-    older_paths = sorted(path.parent.glob(f"{path.stem}.*.jsonl"), key=lambda file: file.stat().st_mtime)
+    older_paths = sorted(path.parent.glob(f"{path.stem}.*.jsonl"))  # their names have the time
     while resumed and older_paths:
-        older = [json.loads(line) for line in older_paths.pop().read_text(encoding="utf-8").splitlines()]
+        older = json_events(older_paths.pop().read_text(encoding="utf-8").splitlines())
         steps = [event for event in older if event["event"] in QUANTITIES and event["step"] <= resumed]
         if any(event["event"] == "train" for event in steps):
             again = {(event["event"], event.get("step")) for event in events}

@@ -97,9 +97,9 @@ def gpu_names() -> list[str]:
     return [line.strip() for line in output.splitlines() if line.strip()]
 
 
-def hardware() -> str:
-    """Return the name of the machine: its GPUs if it has some, else its CPU and cores."""
-    if names := gpu_names():
+def hardware(most_gpus: int | None = None) -> str:
+    """Return the name of the machine: its GPUs, at most `most_gpus`, if it has some, else its CPU and cores."""
+    if names := gpu_names()[:most_gpus]:
         return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -156,5 +156,5 @@ def find_incumbent(folder: Path, submission: dict) -> dict | None:
         with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
             other = load_json(path)
             if other["division"] == submission["division"] and order_of(other) < order_of(submission):
-                earlier.append(other)
-    return min(earlier, key=lambda other: (score(other), order_of(other)), default=None)
+                earlier.append((score(other), order_of(other), other))
+    return min(earlier, key=lambda entry: entry[:2], default=(0, (), None))[2]

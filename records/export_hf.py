@@ -56,7 +56,7 @@ def load_folder(folder: Path | str) -> train_gpt.GPT:
     try:
         from safetensors.torch import load_file
         words = [f"{name}={value}" for name, value in load_json(folder / "config.json")["variables"].items()]
-        config, _ = train_gpt.load_config(words, {})
+        config, _ = train_gpt.load_config(["EMBED_FLOAT32=1", *words], {})  # as the file has the table
         if (folder / config.tokenizer_path).is_file():
             config = replace(config, tokenizer_path=str(folder / config.tokenizer_path))
         model = train_gpt.GPT(config)

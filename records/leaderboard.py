@@ -33,7 +33,7 @@ def track_table(folder: Path) -> list[str]:
     lines += [f"- [{name}]({folder.name}/{name})" for name in ladders]
     lines += ["No record yet."] if not submissions and not ladders else []
     used = {submission["division"] for submission in submissions}
-    for division in [name for name in track.get("divisions", {"": {}}) if name in used]:  # in the order of track.json
+    for division in [name for name in track.get("divisions", sorted(used)) if name in used]:  # in track.json's order
         members = [submission for submission in submissions if submission["division"] == division]
         members.sort(key=lambda submission: (score(submission), order_of(submission)))
         lines += [f"Division `{division}`:", ""] if division else []

@@ -10,13 +10,15 @@ an unfinished one starts again, or from its checkpoint if CHECKPOINT_EVERY is se
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 
-from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, read_events, require_packages
+from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, Findings, launcher, load_json, load_track, read_events,
+                    require_packages)
 from submit import add_arguments, folder_of, submit
 from verify import check_request, other_seeds, report
 
@@ -59,7 +61,8 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
 
 
 def plan_settings(options) -> dict[str, str]:
-    """Return the settings of the runs by name: the base's, then those of the command. Raises OSError."""
+    """Return the settings of the runs by name: the base's, then those of the command, and the track's DEVICE. Raises
+    ValueError and OSError."""
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
@@ -67,6 +70,9 @@ def plan_settings(options) -> dict[str, str]:
     for word in options.settings:
         name, _, text = word.partition("=")
         settings[name] = text
+    allowed = load_track(folder_of(options, time.gmtime())).get("settings", {})
+    if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
+        settings.setdefault("DEVICE", allowed["DEVICE"][0])
     return settings
 
 
@@ -77,13 +83,14 @@ def check_plan(options, settings: dict[str, str], seeds: list[str]) -> None:
     track = load_track(folder)
     problems = Findings()
     problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
+    problems.check(len(set(seeds)) == len(seeds) and all(re.fullmatch(r"-?\d+", seed) for seed in seeds),
+                   f"--seeds {','.join(seeds)} must be different numbers")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
     config, given = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
-    planned = {name: getattr(config, name.lower()) for name in given}
-    unset = {name: values[0] for name, values in track.get("settings", {}).items()}  # the trainer finds the DEVICE
-    planned = {"MAX_WALLCLOCK_SECONDS": config.max_wallclock_seconds, **unset, **planned}
+    names = [*given, "MAX_WALLCLOCK_SECONDS", *track.get("settings", {})]
+    planned = {name: getattr(config, name.lower()) for name in names}
     check_request(track, options.division, len(seeds), planned, problems)
     other_seeds(folder, options.base, options.division, problems)
     if problems:
@@ -133,6 +140,8 @@ def main() -> None:
         run_ids = run_seeds(options, settings, seeds)
         words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds")
                  if getattr(options, key)]
+        given = train_gpt.load_config([], dict(os.environ))[1].keys() - settings.keys() - MAY_DIFFER_BETWEEN_SEEDS
+        words += [f"{name}={os.environ[name]}" for name in sorted(given)]
         if options.ranks > 1:
             words.append(f"--ranks={options.ranks}")
         folder = submit(options, run_ids, f"python records/run.py {shlex.join(words + options.settings)}")

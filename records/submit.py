@@ -59,6 +59,8 @@ def copy_run(folder: Path, run_id: str) -> None:
     last = {event["event"]: event for event in read_events(log)}
     config = last["config"]["config"]
     name = f"train_seed{config['SEED']}"
+    if (folder / f"{name}.log").exists():
+        raise ValueError(f"{run_id} has the same SEED={config['SEED']} as another run")
     for source, ending in ((text, ".log"), (log, ".jsonl")):
         shutil.copy(source, folder / (name + ending))
         if "resume" in last:
@@ -74,7 +76,7 @@ def copy_run(folder: Path, run_id: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that submit.py and run.py share."""
-    parser.add_argument("--track", help="a folder of records/ (example: track_10min_1mb_cpu)")
+    parser.add_argument("--track", type=lambda text: text.strip("/"), help="a folder of records/ (example: track_10min_1mb_cpu)")
     parser.add_argument("--name", help="of the record (example: Wider_MLP)")
     parser.add_argument("--division", default="", help="one of the track's, if any")
     parser.add_argument("--base", default="",
@@ -96,17 +98,20 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
     folder = folder_of(options, now)
     load_track(folder)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
-    authored |= {"hardware": options.hardware or hardware(), "command": command,
+    start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
+    ranks = start["world_size"]
+    machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
+    authored |= {"hardware": machine, "command": command,
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:
         for run_id in run_ids:
             copy_run(folder, run_id)
         if not command:
-            overrides = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]["overrides"]
-            given = [f"{name}={text}" for name, (text, _) in overrides.items()
+            given = [f"{name}={text}" for name, (text, _) in start["overrides"].items()
                      if name not in MAY_DIFFER_BETWEEN_SEEDS]
-            authored["command"] = "python train_gpt.py " + shlex.join(given)
+            program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+            authored["command"] = shlex.join([*program, "train_gpt.py", *given])
         write_record(folder, authored)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -68,7 +68,9 @@ UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 # Lines of a text log with numbers that the .jsonl has, too
 COMPARED_LINES = ("val_loader:", "world_size:", "seed:", "config:", "step:", "Code size:",
                   "Serialized model int8+zlib:", "final_")
-MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters")
+MUST_MATCH_AFTER_RESUMING = ("world_size", "threads", "torch", "gpu", "data_sha256")
+MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
+                            "data_sha256")
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
 AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base",
@@ -117,7 +119,7 @@ def check_steps(name: str, events: list[dict], findings: Findings) -> None:
     logged = {event["step"] for event in events if event["event"] == "train"}
     first = next((event["step"] for event in events if event["event"] == "resume"), 0) + 1
     last = events[-1]["step"]
-    if not findings.check(logged, f"{name}: the log has no training steps"):
+    if not findings.check(logged or first > last, f"{name}: the log has no training steps"):
         return
     wanted = {step for step in range(first, last + 1) if step <= 10 or (every and step % every == 0)}
     missing = sorted(wanted - logged)
@@ -179,26 +181,35 @@ def check_scores(name: str, events: list[dict], findings: Findings) -> None:
 
 
 def check_resumed(folder: Path, name: str, events: list[dict], findings: Findings) -> bool:
-    """Return whether the run was resumed. Its older logs, of this script and these settings, must cover all
-    earlier steps."""
+    """Return whether the run was resumed. Its older logs, of this script, these settings and this machine, must cover
+    all earlier steps, and the training clock must go on from theirs."""
     resumed = next((event for event in events if event["event"] == "resume"), None)
     first = next((event["step"] for event in events if event["event"] == "train"), 1)
     if resumed is None and first == 1:
         return False
     beginning = (folder / "train_gpt.py").read_text(encoding="utf-8") + "\n" + RULE
     settings = {key: value for key, value in events[0]["config"].items() if key not in MAY_DIFFER_BETWEEN_SEEDS}
-    covered = set()
+    covered, clock = set(), {}
     for path in folder.glob(f"{name}.*.jsonl"):
         older = read_events(path)
         text = path.with_suffix(".log")
-        same_settings = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
-        if same_settings and text.is_file() and text.read_text(encoding="utf-8").startswith(beginning):
+        same = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
+        same = same and all(older[0].get(key) == events[0].get(key) for key in MUST_MATCH_AFTER_RESUMING)
+        if same and text.is_file() and text.read_text(encoding="utf-8").startswith(beginning):
             begin = next((event["step"] for event in older if event["event"] == "resume"), 0)
             covered |= set(range(begin, max(event.get("step", 0) for event in older) + 1))
+            for event in older:
+                if event["event"] == "train":  # a step may have been done twice, at different speeds
+                    step, ms = event["step"], event["train_time_ms"]
+                    clock[step] = min(ms, clock.get(step, ms))
     end = resumed["step"] if resumed else first
     missing = next((step for step in range(end + 1) if step not in covered), None)
     findings.check(missing is None, f"{name}: the run was resumed at step {end}, but there is no older log of "
-                   f"this script and these settings that has step {missing}")
+                   f"this script, these settings and this machine that has step {missing}")
+    if resumed:
+        least = max((ms for step, ms in clock.items() if step <= end), default=0.0)
+        findings.check(resumed["train_time_ms"] >= least, f"{name}: the run was resumed after "
+                       f"{resumed['train_time_ms']:.0f} ms, but earlier steps took {least:.0f} ms")
     return True
 
 
@@ -275,7 +286,7 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
 def check_differences(seeds: list[dict], findings: Findings) -> None:
     """Seeds must be different runs of the same settings in the same place."""
     numbers = [seed["seed"] for seed in seeds]
-    losses = {str(seed["losses"]) for seed in seeds}
+    losses = {str(seed["losses"] or seed["seed"]) for seed in seeds}  # none, if resumed at the last step
     artifacts = {seed["artifact_sha256"] for seed in seeds}
     findings.check(len(set(numbers)) == len(seeds), f"seeds are not different: {numbers}")
     findings.check(len(losses) == len(artifacts) == len(seeds),
@@ -427,6 +438,7 @@ def other_seeds(folder: Path, other: str, division: str, findings: Findings) -> 
     findings.check(theirs == division, f"{other} is of the division {theirs!r}")
     broken = Findings()
     seeds = read_folder(place, division, broken)
+    check_rules(load_track(place), division, seeds, broken)
     findings.check(not broken and seeds, f"{other} is refused itself: {'; '.join(broken)[:300]}")
     return seeds
 
@@ -637,7 +649,8 @@ def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
     if not check_artifact(artifact, seed, findings):
         return f"seed {number}: not scored"
     name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
-    settings = {key: str(value) for key, value in seed["overrides"].items()}
+    settings = {key: str(value) for key, value in seed["overrides"].items()
+                if key not in ("EVAL_STRIDE", "EVAL_SEQ_LEN")}  # of a second score, which is not compared
     settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
                  "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
     for key in ("DATA_PATH", "TOKENIZER_PATH"):

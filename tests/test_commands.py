@@ -102,13 +102,24 @@ esac""")
     started = next(line for line in result.stdout.splitlines() if line.startswith("torchrun "))
     assert "--nproc_per_node=2 train_gpt.py" in started and started.endswith("SEED=7")
     assert ("DATA_PATH=data/datasets/sotu_sp1024" in started) == (not reachable)
+    assert result.stdout.count("fetching FineWeb") == 1  # one shard is not all
     assert ("MAX_WALLCLOCK_SECONDS=120" in started) == ("FineWeb could not be fetched" in result.stdout) == (not reachable)
+
+
+def test_run_sh_ends_when_the_user_stops_the_download(checkout):
+    stand_in(checkout, "python", """case "$*" in
+*device_count*) echo 2 ;;
+*download.py*) exit 130 ;;
+esac""")
+    stand_in(checkout, "torchrun", 'echo "torchrun $*"')
+    result = shell(checkout, "run.sh")
+    assert result.returncode and "torchrun" not in result.stdout
 
 
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     stand_in(checkout, "python", """case "$*" in
-*device_count*) echo 0 ;;
+*device_count*) echo 2 ;;
 *prepare.py*) mkdir -p data/datasets/sotu_sp2048; touch data/datasets/sotu_sp2048/manifest.json; echo "$*" ;;
 *) touch logs/x.txt ;;
 esac""")
@@ -120,6 +131,7 @@ esac""")
     assert len(names) == len(set(names)) and "MLP_SLOPE" not in names  # it is in the environment
     assert {"DATA_PATH=data/datasets/sotu_sp2048", "SHIFT_KEYS=1", "MODEL_DIM=192", "NUM_LAYERS=2"} <= set(command)
     assert "GRAD_ACCUM_STEPS" not in names and "MAX_WALLCLOCK_SECONDS=597" in command  # not the quick start's 120
+    assert "DEVICE=cpu" in command  # the machine has two GPUs, but this preset is for CPUs
     wrong = shell(checkout, "run.sh", "--preset", "nope")
     assert wrong.returncode and "There is no records/presets/nope.env. Presets: cpu_1mb h100_1gpu_16mb" in wrong.stderr
 

@@ -167,7 +167,7 @@ def test_picture(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("content, wanted", [
     (None, "neither a file nor a RUN_ID"), ("{}\n", "is not a log of train_gpt.py"), ("", "has no step:... line"),
-    ("[1\n", "is not a log of train_gpt.py"), ('{"event": "train", "step": 1}\n', "is not a log of train_gpt.py")])
+    ("[1\n{}\n", "is not a log of train_gpt.py"), ("[1\n", "has no step:... line"), ('{"event": "train", "step": 1}\n', "is not a log of train_gpt.py")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     if content is not None:
         (tmp_path / "x.jsonl").write_text(content)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from hashlib import sha256
 from pathlib import Path
 
@@ -297,6 +298,8 @@ FORGERIES = {
     "sparse training steps": (lambda f: without_training_steps(f, 3), r"training steps .3. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
+    "other data for one seed": (lambda f: change(f, "config", data_sha256={"tiny_train_000000.bin": "0"}),
+                                "seed 2 differs in data_sha256 from seed 1"),
     "too many threads": (lambda f: track(f, max_threads=0), "threads is .*, more than 0"),
     "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}),
                                          "NUM_LAYERS=2 is not one of .9."),
@@ -560,6 +563,15 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     assert end.value.code == 0 and claims(folder)["seed_results"]["1337"]["resumed"] is True
     text = (folder / "README.md").read_text()
     assert claims(folder)["val_bpb_original"] is None and "original text" not in text and "This is a new best." in text
+    older = next(folder.glob("train_seed1337.*.jsonl"))
+    for path, pattern, wrong, reason in (
+            (older, r'"threads": \d+', '"threads": 64', "no older log of this script, these settings and this machine"),
+            (folder / "train_seed1337.jsonl", r'("resume", "step": 2, "train_time_ms": )[\d.]+', r"\g<1>0.5",
+             "resumed after 0 ms, but earlier steps took")):
+        kept = path.read_text()
+        edit(path, pattern, wrong)
+        assert any(reason in finding for finding in verify.verify_record(folder)[0])
+        path.write_text(kept)
     assert "Resumed: 1337." in text and "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
     claim(folder, blurb="Another blurb.")
@@ -568,7 +580,33 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
         submit.main()
     text = (folder / "README.md").read_text()
     assert end.value.code == 0 and text.endswith("## Notes\nWritten by hand.\n") and "Another blurb." in text
+    shutil.rmtree(folder)
+
+    last = max((root / "logs" / "broken" / "checkpoints").glob("*.pt"))  # as after a kill in the export
+    run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=last.relative_to(root)))
+    monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open/", "--name", "Exported", "--author", "me", "broken"])
+    with pytest.raises(SystemExit) as end:
+        submit.main()
+    assert end.value.code == 0
     shutil.rmtree(open_track)
+
+
+def test_a_refused_record_is_no_base(records):
+    findings = verify.Findings()
+    base = claims(records)["base"]
+    assert len(verify.other_seeds(records, base, "tiny", findings)) == 3 and not findings
+    track(records, min_seeds=4)
+    verify.other_seeds(records, base, "tiny", findings)
+    assert len(findings) == 1 and "is refused itself: the track asks for 4 seeds" in findings[0]
+
+
+def test_a_run_gets_the_device_of_its_track(root, records, monkeypatch):
+    monkeypatch.delenv("DEVICE", raising=False)
+    options = types.SimpleNamespace(base="", settings=["NUM_LAYERS=2"], track="track_tiny", name="New")
+    assert record_run.plan_settings(options) == {"NUM_LAYERS": "2"}
+    monkeypatch.setattr(submit, "ROOT", records.parent.parent.parent)
+    track(records, settings={"DEVICE": ["cpu"]})
+    assert record_run.plan_settings(options) == {"NUM_LAYERS": "2", "DEVICE": "cpu"}
 
 
 def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatch):
@@ -596,7 +634,7 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
     (["OVERFIT=1"], "OVERFIT=True is not one of [False]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS?"),
     (["--ranks", "2"], "--ranks 2 is more than the track's 1"),
     (["--division", "other"], "division 'other' must be one of tiny"),
-    (["--seeds", "1,2"], "the track asks for 3 seeds"),
+    (["--seeds", "1,2"], "the track asks for 3 seeds"), (["--seeds", "1,2,2"], "--seeds 1,2,2 must be different numbers"),
     (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS=900 must be more than 0 and at most 600"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "NUM_LAYERS='' is not a whole number"),
     (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])

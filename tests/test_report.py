@@ -145,6 +145,8 @@ def test_the_manifest_is_compared(tmp_path, show):
     for name in ("x_train_000001.bin", "x_val_000000.bin", "tokenizer.json"):
         assert differences(**{name: "0" * 64}) == [f"{name} does not have the sha256 in manifest.json"]
     assert differences(**{"x_train_000002.bin": "0"}) == ["x_train_000002.bin is listed in manifest.json, but missing"]
+    del listed["x_train_000001.bin"]
+    assert differences() == ["x_train_000001.bin is not listed in manifest.json"]
 
 
 def test_an_unreadable_manifest_is_a_problem(tmp_path, show):

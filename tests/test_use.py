@@ -6,6 +6,7 @@ import sys
 import time
 import zlib
 
+import export_hf
 import pytest
 import sample
 import scaling
@@ -125,7 +126,11 @@ def test_load_keeps_what_the_artifact_has_of_a_table_in_float32(tmp_path):
     train_gpt.load_weights(model, tmp_path / "a.ptz")
     table = model.tok_emb.weight
     assert not torch.equal(table, table.bfloat16().float())
-    assert torch.equal(train_gpt.load(tmp_path / "a.ptz").tok_emb.weight, table)
+    loaded = train_gpt.load(tmp_path / "a.ptz")
+    assert torch.equal(loaded.tok_emb.weight, table)
+    pytest.importorskip("safetensors")
+    export_hf.write_folder(loaded, tmp_path / "hf")
+    assert torch.equal(export_hf.load_folder(tmp_path / "hf").tok_emb.weight, table)
 
 
 def tiny_variables() -> dict:

@@ -1,0 +1,1485 @@
+"""Train the best language model you can within a size limit and a time limit.
+
+    python train_gpt.py --help                              every variable, its default and unit
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: the published baseline
+    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz      score only
+
+Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
+T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
+"""
+import ctypes
+import difflib
+import gc
+import inspect
+import io
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+import zlib
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # now: its default arguments would hold a group
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---- Configuration -----------------------------------------------------------------------------
+STARTED = time.monotonic()  # after the imports
+SHARD_START = [20240520, 1]  # magic number and version
+HEADER_BYTES = 1024  # in front of a shard's tokens
+JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is used again
+POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
+         (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
+INT8_FORMAT = "int8_clean_per_row_v1"
+CHECKPOINT_FORMAT = 3
+SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
+REPEATING = ("blocks", "efficient", "math")  # kernels that need keys and values for each query head
+# Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
+LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
+SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
+CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+           "skip_weight,skip_weights")
+
+def require(condition, message: str) -> None:
+    """Raise ValueError with a message for the user unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
+    """A field of Config. Kind "free": may change on resume; "kept": is in artifacts."""
+    return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
+
+free = partial(var, kind="free")
+kept = partial(var, kind="kept")
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run. A field is the variable of the same name in capitals."""
+    # Run and data
+    run_id: str = free("", "name of the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
+    out_dir: str = free(".", "folder for final_model.pt, final_model.int8.ptz and checkpoints/")
+    init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
+    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
+    tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
+    loader: str = var("sequential", "order of the training text", "sequential|shuffled")
+    overfit: bool = var(False, "train on the first batch again and again")
+    # Device
+    device: str = free("auto", "where to train; auto: the first available", "auto|cuda|mps|cpu")
+    dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
+    matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
+    compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
+    attn: str = free("auto", "kernel; auto: first that runs; blocks: for CPUs",
+                     "auto|flash3|flash|cudnn|efficient|math|blocks")
+    # Length, validation and log
+    iterations: int = var(20000, "train for at most N steps")
+    max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
+    warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
+    warmdown_iters: int = var(3000, "lower the rates in the last N steps before the cap", low=-1e9)
+    train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
+    train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
+    grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
+    micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
+    val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
+    val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
+    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
+    eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
+    train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
+    # Model
+    vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
+    vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
+    num_layers: int = kept(9, "blocks; the first half feeds skips to the second", low=1)
+    model_dim: int = kept(512, "width of the residual stream", low=1)
+    num_heads: int = kept(8, "query heads, which share MODEL_DIM", low=1)
+    num_kv_heads: int = kept(4, "key/value heads; must divide NUM_HEADS", low=1)
+    mlp_mult: int = kept(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
+    tie_embeddings: bool = kept(True, "use one table for input and output")
+    rope_base: float = kept(10000.0, "base of the rotary frequencies", low=1)
+    logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3)
+    qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
+    tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
+    init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
+    mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
+    rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
+    shift_keys: bool = kept(False, "shift a part of each key by one token")
+    exclusive_attn: bool = kept(False, "make a token's output orthogonal to its own value")
+    smear: bool = kept(False, "add a learned share of the token before to each embedding")
+    embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
+    # Optimizers
+    optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
+    adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
+    embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
+    head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
+    tied_embed_lr: float = var(0.03, "learning rate of a tied embedding, with Muon")
+    matrix_lr: float = var(0.02, "learning rate of the blocks' matrices, with Muon")
+    scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
+    muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
+    muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
+    muon_polar: bool = var(False, "rows of one norm, Polar Express's coefficients")
+    muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
+    muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
+    beta1: float = var(0.9, "Adam's decay of the first moment")
+    beta2: float = var(0.95, "Adam's decay of the second moment")
+    adam_eps: float = var(1e-8, "Adam's epsilon")
+    fused: bool = var(True, "run Adam in one kernel (never on MPS)")
+    weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
+    lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
+    lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
+    warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
+    min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
+    grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
+    # Checkpoints
+    checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
+    keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
+    resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
+    # Export
+    control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "of small tensors: exported in float32")
+    int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
+    export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
+    embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
+    export_clip: float = free(0.0, "limit of rows in standard deviations; 0: the largest")
+    gptq_batches: int = free(0, "after training, round by N batches of it (GPTQ); 0: off")
+    export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
+    size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            low = f.metadata["low"]
+            require(f.type not in (int, float) or low <= value < 2**63,
+                    f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
+        require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
+        heads = self.num_heads
+        require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
+                f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
+        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < self.model_dim,
+                f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
+        require(heads % self.num_kv_heads == 0,
+                f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        length = self.eval_seq_len or self.train_seq_len
+        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} exceeds {length}")
+        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
+
+KEPT = ["TOKENIZER_PATH", *(f.name.upper() for f in fields(Config) if f.metadata["kind"] == "kept")]
+
+def parse_value(f, text: str):
+    """The value of a field that is written as `text`. Raises ValueError."""
+    name = f.name.upper()
+    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
+    if choices:
+        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
+        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
+    try:
+        return f.type(text)
+    except ValueError:
+        wanted = "a whole number" if f.type is int else "a number"
+        raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
+
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """The configuration; the text and origin of what was set. Raises ValueError."""
+    known = {f.name.upper(): f for f in fields(Config)}
+    given = {name: (text, "environment") for name, text in environment.items()}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        given[name] = (text, "argument")
+    path = given.get("INIT_FROM", ("",))[0]
+    given = {name: (text, path) for name, text in read_description(path).items()} | given
+    # Clusters and containers use these three names for something else.
+    for name in given.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
+        text, place = given[name]
+        cutoff = 0.6 if place == "argument" else 0.85
+        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        require(place == "environment" and not near,
+                f"{name}={text!r} ({place}) is not a variable of this script; {hint}")
+    texts = {name: given[name] for name in given if name in known}
+    values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
+    control = values.get("control_tensor_name_patterns", CONTROL)
+    values.setdefault("int8_keep_float_fp32_name_patterns", control)
+    return Config(**values), texts
+
+def print_help() -> None:
+    """Print every variable, under the headings that are comments in the source of Config."""
+    print(__doc__)
+    known = {f.name: f for f in fields(Config)}
+    for line in inspect.getsource(Config).splitlines():
+        if f := known.get(line.strip().partition(":")[0]):
+            print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
+        elif line.startswith("    # "):
+            print(f"{line.strip(' #')}:")
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the comma-separated patterns is part of the tensor's name."""
+    return any(pattern and pattern in name for pattern in patterns.split(","))
+
+# ---- Ranks and device --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all. With one process, collectives change nothing."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def max(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks."""
+        if self.world_size == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        """Add tensors up over the ranks, in place, with one all-reduce in their widest type."""
+        if self.world_size > 1:
+            flat = torch.cat([t.flatten() for t in tensors])
+            dist.all_reduce(flat)
+            sums = flat.split([t.numel() for t in tensors])
+            torch._foreach_copy_(tensors, [total.view_as(t) for total, t in zip(sums, tensors)])
+
+    def now_ms(self) -> float:
+        """The time in ms, read when the device has finished its queue."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return 1000 * time.perf_counter()
+
+def find_ranks() -> list[int]:
+    """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
+    env = os.environ
+    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if set(n) <= env.keys()), [])
+    if not names:
+        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of torchrun's "
+                "variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        if int(env.get("SLURM_NTASKS", 1)) > 1:
+            print("warning: one process; srun starts SLURM_NTASKS", file=sys.stderr)
+        return [0, 1, 0, 1]
+    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's can be "4(x2)"
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
+    if not address and Path(env.get("PBS_NODEFILE", "")).is_file():
+        address = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()[0]
+    nodes = env.get("SLURM_STEP_NODELIST" if "SLURM_PROCID" in names else "SLURM_JOB_NODELIST", "")
+    address = address or re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # "n[07-08],n11"
+    require(address, "MASTER_ADDR must be set to the address of rank 0's machine")
+    env["MASTER_ADDR"] = address
+    env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
+    return numbers
+
+def start_ranks(config: Config) -> Ranks:
+    """Choose the device and join the process group. Raises ValueError."""
+    rank, world_size, local_rank, local_size = find_ranks()
+    has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
+    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    usable = [name for name in available if available[name]]
+    kind = usable[0] if config.device == "auto" else config.device
+    require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
+    if config.device == "auto" and kind == "cpu" and not hidden and shutil.which("nvidia-smi"):
+        require("GPU 0" not in subprocess.getoutput("nvidia-smi -L"), f"torch {torch.__version__} "
+                "cannot use the GPUs here; install a build for their driver, or set DEVICE=cpu")
+    if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
+        local_rank %= torch.cuda.device_count()
+    device = torch.device(kind, local_rank if kind == "cuda" else None)
+    if kind == "cuda":
+        require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
+        torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: the heap holds everything
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keeps it, a fifth faster
+    if world_size > 1:
+        store = None  # torchrun's outlives the ranks that it starts again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=world_size, device_id=device if kind == "cuda" else None)
+    return Ranks(rank, world_size, device)
+
+def bfloat16_is_native(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and has_units
+
+# ---- Log ---------------------------------------------------------------------------------------
+def write_line(file, text: str) -> None:
+    """Write and flush a line. A full disk must not stop the training, so a failure only warns."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
+
+class RunLog:
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
+    def __init__(self, run_id: str, source: str, is_main: bool):
+        self.is_main = is_main
+        if not is_main:
+            return
+        Path("logs").mkdir(exist_ok=True)
+        stamp = time.time_ns()
+        paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
+        for path in filter(Path.exists, paths):  # the logs of two runs never mix in one file
+            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
+        self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
+        print(paths[0], flush=True)
+        smi = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else ""
+        write_line(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
+
+    def line(self, text: str) -> None:
+        if self.is_main:
+            write_line(sys.stdout, text)
+            write_line(self.text, text)
+
+    def event(self, event: str, **values) -> None:
+        if self.is_main:
+            elapsed = round(time.monotonic() - STARTED, 3)
+            write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
+
+def log_step(run: "Run", loss: float, norm: float) -> None:
+    """Log a training step, with its speed since the last line and the memory that CUDA used."""
+    last_step, last_ms = run.logged
+    run.logged = (run.step, run.time_ms)
+    tokens = (run.step - last_step) * run.config.train_batch_tokens
+    rate = tokens / max(run.time_ms - last_ms, 1e-6) * 1000
+    average = run.time_ms / run.step
+    steps_ms = (run.config.iterations - run.step) * average
+    left_s = max(0.0, min(run.cap_ms - run.time_ms, steps_ms)) / 1000
+    lr = run.optimizers[-1].param_groups[0]["lr"]
+    memory = torch.cuda.max_memory_allocated() >> 20
+    epoch = run.step * run.loader.step_tokens / run.loader.epoch_tokens
+    run.log.event("train", step=run.step, train_loss=loss, train_time_ms=run.time_ms,
+                  step_avg_ms=average, lr=lr, grad_norm=norm, tok_per_sec=rate, mem_mib=memory,
+                  eta_s=left_s, epoch=epoch)
+    run.log.line(f"step:{run.step}/{run.config.iterations} train_loss:{loss:.4f} "
+                 f"train_time:{run.time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
+                 f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} mem:{memory}MiB "
+                 f"eta:{left_s / 60:.1f}m epoch:{epoch:.3f}")
+
+# ---- Data and bytes ----------------------------------------------------------------------------
+def find_shards(config: Config, split: str) -> list[Path]:
+    """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
+    files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; to make a small set: "
+            "python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
+    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
+    require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
+    return files
+
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
+    header = np.fromfile(path, dtype="<i4", count=3).tolist()
+    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard: it "
+            f"starts with the integers {header}, not with {SHARD_START} and the number of tokens")
+    size = path.stat().st_size
+    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} bytes "
+            f"do not match {header[2]} tokens; make or download it again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
+    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
+
+class TokenLoader:
+    """The training shards in name order as one endless sequence of tokens. What a step reads
+    follows from its number alone. Its pieces are consecutive spans or, with LOADER=shuffled, rows
+    in an order drawn for each epoch. A piece is one token longer than its inputs."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config = config
+        self.ranks = ranks
+        self.files = find_shards(config, "train")
+        self.shards = [open_shard(path) for path in self.files]  # ids: checked when read
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.tokens = int(self.ends[-1])
+        self.rows = (self.tokens - 1) // config.train_seq_len
+        require(self.rows, f"DATA_PATH={config.data_path!r} has {self.tokens} training tokens, too "
+                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+        self.shuffled = config.loader == "shuffled"
+        spans = config.grad_accum_steps * ranks.world_size
+        self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
+        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
+        self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
+        self.pieces = config.train_batch_tokens // self.length  # of a step, all ranks
+        self.step_tokens = self.pieces * self.stride
+        self.batch(0)  # shards of another vocabulary are found before training
+
+    def start(self, piece: int) -> int:
+        """The position of a piece's first token; pieces are counted from the first step on."""
+        piece = piece % self.pieces if self.config.overfit else piece
+        if not self.shuffled:
+            return piece * self.stride % self.tokens
+        epoch, place = divmod(piece, self.rows)
+        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.stride
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens (uint16) from position `start`. Raises ValueError as check_ids does."""
+        parts = []
+        while count > 0:
+            start %= self.tokens
+            index = int(np.searchsorted(self.ends, start, side="right"))
+            to_end = int(self.ends[index]) - start
+            part = self.shards[index][-to_end:][:count]
+            parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's inputs and targets of a step, from 0 on: (rows, T) int64 on the device."""
+        first = step * self.pieces
+        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
+        texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
+        ids = torch.from_numpy(pairs.astype(np.int64))
+        if self.ranks.device.type == "cuda":
+            ids = ids.pin_memory()  # so that the copy does not wait for the device
+        return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
+
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """What `batch` returns, in parts of MICRO_BATCH_TOKENS, all of one size."""
+        rows = self.config.micro_batch_tokens // self.config.train_seq_len
+        return list(zip(*(ids.split(rows) for ids in self.batch(step))))
+
+@lru_cache(maxsize=2)  # a step can end in the next epoch
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
+    """The kind of TOKENIZER_PATH; UTF-8 bytes per token, uint16 (V, 2): column 1 after a boundary
+    token, else column 0; the mask of boundary tokens, bool (V,). Raises ValueError if unfit."""
+    path = config.tokenizer_path
+    after_boundary = boundary = None
+    try:
+        if path == "byte260":
+            kind = "byte"
+            lengths = [0] * 4 + [1] * 256
+        elif path.endswith(".model"):
+            import sentencepiece
+            kind = "sentencepiece"
+            model = sentencepiece.SentencePieceProcessor(model_file=path)
+            ids = range(model.vocab_size())
+            boundary = [model.is_control(i) for i in ids]
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
+            pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
+            # A space that the tokenizer prepends to a text is not counted.
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):
+                after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
+        elif path.endswith(".json"):
+            vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind = vocabulary["kind"]
+            lengths = [len(token.encode("latin-1")) for token in vocabulary["tokens"]]
+        else:
+            import tiktoken
+            kind = "tiktoken"
+            require(path in tiktoken.list_encoding_names(), "use a *.model file, byte260 or gpt2")
+            encoding = tiktoken.get_encoding(path)
+            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except Exception as error:  # a missing package, a missing or damaged file
+        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
+            f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
+    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
+    return kind, table, np.array(boundary or [False] * len(lengths))
+
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
+    """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8 bytes
+    of the targets; the SHA-256 that the manifest states. Raises ValueError if its counts differ."""
+    tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
+                             for path in find_shards(config, "val")])
+    kind, table, boundary = load_byte_table(config)
+    cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
+    require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
+            f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+    first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
+    found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
+    path = Path(config.data_path, "manifest.json")
+    try:
+        splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
+        wanted = [splits.get("val", {}).get("tokens", found[0]),
+                  splits.get("val", {}).get("decoded_bytes", found[1])]
+        digests = {shard["file"]: shard.get("sha256")
+                   for split in splits.values() for shard in split.get("shards", [])}
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+    require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
+            f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+    return kind, tokens[:cut + 1], int(target_bytes[:cut].sum(dtype=np.int64)), digests
+
+# ---- Model -------------------------------------------------------------------------------------
+def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+    """gain * x / sqrt(mean(x^2)) over the last dimension, with float32's epsilon in every type."""
+    factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
+    return (x * (factors * gain)).to(x.dtype)  # factors are few: the gain's gradient costs little
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) in two halves; cos, sin (T, 1, C/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+class BlockAttention(torch.autograd.Function):
+    """Causal attention of q, k, v (B, H, T, C) for CPUs: PyTorch's flash kernel, but for its slow
+    backward products of four blocks of queries with the keys up to the block's end."""
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, log_sums = kernel(q, k, v, is_causal=True)  # log_sums of the exponentials: (B, H, T)
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y, log_sums = ctx.saved_tensors
+        scale = q.size(3) ** -0.5
+        means = (dy.float() * y.float()).sum(3, keepdim=True)
+        size = math.ceil(q.size(2) / 4)
+        blocks = zip(*(t.split(size, dim=2) for t in (q, dy, log_sums[..., None], means)))
+        dq, dk, dv = [], 0.0, 0.0
+        for i, (q_i, dy_i, log_sum, mean) in enumerate(blocks):
+            k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
+            p = ((q_i @ k_i.mT).float() * scale - log_sum).exp().tril(i * size)
+            ds = (p * ((dy_i @ v_i.mT).float() - mean) * scale).to(q.dtype)
+            later_keys = (0, 0, 0, k.size(2) - k_i.size(2))
+            dq.append(ds @ k_i)
+            dk = dk + F.pad(ds.mT @ q_i, later_keys).float()
+            dv = dv + F.pad(p.to(q.dtype).mT @ dy_i, later_keys).float()
+        return torch.cat(dq, dim=2), dk.to(q.dtype), dv.to(q.dtype)
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
+    groups = q.size(1) // k.size(1)
+    if groups > 1 and kernel in REPEATING:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if kernel == "blocks" and q.size(2) == k.size(2):
+        return BlockAttention.apply(q, k, v)
+    grouped = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
+
+def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
+    """x (B, T, ...) of the token before; for the first, zero or what the cache has."""
+    if cache is None:
+        return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+    x = torch.cat((cache.get(name, torch.zeros_like(x[:, :1])), x), dim=1)
+    cache[name] = x[:, -1:]
+    return x[:, :-1]
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x (..., D) @ weight.T (D, N) * scale (N,) in x's type."""
+    if scale is not None:
+        weight = weight * scale[:, None]  # smaller than the output
+    return F.linear(x, weight.to(x.dtype))
+
+class Attention(nn.Module):
+    """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
+    def __init__(self, config: Config):
+        super().__init__()
+        width = config.model_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.config = config
+        self.c_q = nn.Linear(width, width, bias=False)
+        self.c_k = nn.Linear(width, kv_width, bias=False)
+        self.c_v = nn.Linear(width, kv_width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
+        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
+        qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
+        q, k, v = qkv.split(self.heads, dim=2)
+        if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
+            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
+            fast = self.config.rope_dims // 2 or pairs.size(4) // 2
+            slow = token_before(pairs[..., fast:], cache, "last_key")
+            k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
+        q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
+        k = rotate(rms_norm(k), cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
+        if cache is not None:
+            k = cache["k"] = torch.cat((cache.get("k", k[:, :, :0]), k), dim=2)
+            v = cache["v"] = torch.cat((cache.get("v", v[:, :, :0]), v), dim=2)
+        y = causal_attention(q, k, v, self.config.attn)
+        if self.config.exclusive_attn:  # arXiv:2603.09078
+            own = rms_norm(v[:, :, -y.size(2):])[:, :, None]
+            y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
+            y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
+        return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
+
+class MLP(nn.Module):
+    """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = nn.Linear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+        self.slope = config.mlp_slope
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = F.leaky_relu(linear(x, self.fc.weight), self.slope).square()
+        return linear(hidden, self.proj.weight, scale)
+
+class Block(nn.Module):
+    """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+        ones = torch.ones(config.model_dim)
+        self.attn_scale = nn.Parameter(ones.clone())
+        self.mlp_scale = nn.Parameter(ones.clone())
+        self.resid_mix = nn.Parameter(torch.stack((ones, 0 * ones)))
+
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+        mix = self.resid_mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale, cache)
+        return x + self.mlp(rms_norm(x), self.mlp_scale)
+
+class GPT(nn.Module):
+    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
+    Activations are in the compute type, matrices in float32. Checkpoints rely on tensor names."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
+        rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        tied = config.tie_embeddings
+        self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
+        self.half = config.num_layers // 2
+        self.skip_weights = nn.Parameter(torch.ones(self.half, config.model_dim))
+        half_head = config.model_dim // config.num_heads // 2
+        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
+        self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
+        for name, p in self.named_parameters():
+            if config.init == "gpt2" and name.endswith(".weight"):
+                depth = 2 * config.num_layers if ".proj." in name else 1  # Radford et al. 2019
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name == "lm_head.weight" or ".proj." in name:
+                nn.init.zeros_(p)
+            elif tied and name == "tok_emb.weight":
+                nn.init.normal_(p, std=config.tied_embed_init_std)
+        if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
+            for tensor in (*self.parameters(), frequencies):
+                tensor.data.copy_(tensor.data.bfloat16())
+            # The baseline keeps the table in bfloat16; small updates and decay would vanish there.
+            if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
+                self.tok_emb.bfloat16()
+        length = max(config.train_seq_len, config.eval_seq_len)
+        angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
+        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
+        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
+
+    def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
+        """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type. To go on
+        with a text one token at a time, pass the same list of dicts, first empty, one per block."""
+        caches = caches or [None] * len(self.blocks)
+        seen = caches[0]["k"].size(2) if caches[0] else 0
+        end = seen + tokens.size(1)
+        assert not seen or end == seen + 1, "a cached text grows token by token"
+        assert end <= self.rotary.size(1), f"{end} tokens are too many; set EVAL_SEQ_LEN={end}"
+        cos, sin = self.rotary[:, seen:end].to(self.compute_dtype)
+        x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
+        if self.smear is not None:  # across documents, too (modded-nanogpt#130)
+            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
+        x = x0.view_as(x0)  # a new object; else the first block is compiled separately
+        pushed = []
+        for i, block in enumerate(self.blocks):
+            if i >= self.half and pushed:
+                x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
+            x = block(x, x0, cos, sin, caches[i])
+            if i < self.half:
+                pushed.append(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
+        head = self.tok_emb if self.lm_head is None else self.lm_head
+        cap = self.config.logit_softcap
+        logits = linear(rms_norm(x), head.weight).float()
+        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D).
+        Targets of -1 do not count. Comparing ids needs no scatter over the logits in backward."""
+        logits = self.logits(x)
+        is_target = torch.arange(logits.size(-1), device=x.device) == targets[..., None]
+        nats = logits.logsumexp(-1) - logits.where(is_target, 0).sum(-1)
+        counted = targets >= 0
+        return (nats * counted).sum() / counted.sum()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.hidden(tokens), targets)
+
+def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
+    """Enable one attention kernel alone; return its output and gradients for a random row of the
+    run's heads. Raises what PyTorch raises if it does not run."""
+    if kernel == "flash3":  # FlashAttention-3 replaces the flash kernel (PyTorch 2.11, Hopper)
+        nn.attention.activate_flash_attention_impl("FA3")
+    for name in SDPA:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel.removesuffix("3") in name)
+    most = 2048 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = values.to(device, getattr(torch, config.dtype))
+    inputs = [part.detach().requires_grad_() for part in values.split(heads, dim=1)]
+    with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
+        y = causal_attention(*inputs, kernel)
+        y.backward(y.detach())
+    return [y.detach(), *(x.grad for x in inputs)]
+
+def choose_attention(config: Config, device: torch.device) -> str:
+    """Enable one attention kernel and return its name: ATTN, or the first that runs and computes
+    what the math kernel does. Raises ValueError if there is none."""
+    if device.type == "mps":  # MPS has one kernel of its own, and no switches
+        return "math"
+    kernels = ["flash", "cudnn", "efficient", "math"]
+    if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        kernels = ["flash3", "cudnn", "flash", "efficient", "math"]  # by public reports
+    elif (device.type, config.dtype, config.compile) == ("cpu", "bfloat16", "1"):
+        kernels = ["blocks", *kernels] if config.train_seq_len <= 1024 else kernels
+    expected = try_attention("math", config, device)
+    for kernel in kernels if config.attn == "auto" else [config.attn]:
+        try:
+            results = try_attention(kernel, config, device)
+        except Exception as error:  # kernels and packages refuse in many ways
+            reason = str(error)
+            continue
+        differences = [float((x - wanted).float().norm() / wanted.float().norm())
+                       for x, wanted in zip(results, expected)]
+        if all(difference < 0.05 for difference in differences):  # 0.005 in bfloat16 on a CPU
+            return kernel
+        reason = f"it differs from the math kernel: {differences}"
+        print(f"warning: attention kernel {kernel} is not used: {reason}", file=sys.stderr)
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width "
+                     f"{config.model_dim // config.num_heads} here: {reason}; try ATTN=auto")
+
+# ---- Optimizers --------------------------------------------------------------------------------
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
+    """Move the singular values of matrices (N, rows, columns) close to 1 by Newton-Schulz steps in
+    bfloat16, multiplied in `compute` (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
+    x = updates.bfloat16()
+    margin = 1.0 if table is JORDAN else 1.02  # steeper steps diverge a little above 1
+    x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    is_tall = x.size(1) > x.size(2)
+    if is_tall:
+        x = x.mT
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        x = x.to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
+        x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
+    return x.mT if is_tall else x
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose updates are orthogonalised, each rank doing its share of the matrices of one
+    shape. Their momentum is one tensor (N, rows, columns) in the state of the first of them."""
+    def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
+        super().__init__(groups, {"momentum": config.muon_momentum})
+        self.steps = config.muon_backend_steps
+        self.ranks = ranks
+        self.table = POLAR if config.muon_polar else JORDAN
+        slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
+        self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
+        self.banks = {}  # matrices by their shape
+        for p in self.param_groups[0]["params"]:
+            self.banks.setdefault(p.shape, []).append(p)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        for shape, params in self.banks.items():
+            grads = torch.stack([p.grad for p in params])
+            state = self.state[params[0]]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(grads)
+            momentum = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(grads)
+            share = math.ceil(len(params) / self.ranks.world_size)  # last ranks may have fewer
+            mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
+            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            if self.table is POLAR:
+                updates = F.normalize(updates, dim=2)
+            updates = orthogonalize(updates, self.steps, self.compute, self.table)
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5
+            if self.ranks.world_size > 1:
+                part = updates.contiguous()
+                updates = part.new_empty(share * self.ranks.world_size, *shape)
+                dist.all_gather(list(updates.split(share)), part)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
+
+def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
+    """Adam, with Muon for the blocks' matrices, or AdamW for all (arXiv:1711.05101). Each parameter
+    is in one group, whose base_lr is the rate before the schedule. Vectors do not decay."""
+    rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
+             "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
+    if config.optimizer == "adamw":
+        rates = dict.fromkeys(rates, config.adam_lr)
+    groups = {kind: {"params": [], "lr": lr, "base_lr": lr, "weight_decay": config.weight_decay}
+              for kind, lr in rates.items()}
+    groups["scalar"]["weight_decay"] = 0.0
+    for name, p in model.named_parameters():
+        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
+        control = matches(name, config.control_tensor_name_patterns)
+        if p.ndim == 2 and name.startswith("blocks.") and not control:
+            kind = "matrix"
+        groups[kind]["params"].append(p)
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=config.fused or None)
+    return [adam, *muon]
+
+def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
+    """The factor on the base learning rates in `step`, begun after `elapsed_ms`. If there is a cap,
+    WARMDOWN_ITERS end there; WARMDOWN_FRACTION and cosine (arXiv:1608.03983) at either limit."""
+    cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+    if config.lr_schedule == "cosine":
+        steps = max(1, config.iterations - config.lr_warmup_steps)
+        done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
+        decay = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    elif config.warmdown_fraction:
+        done = max(step / config.iterations, elapsed_ms / cap_ms)
+        decay = max(0.0, 1 - done) / config.warmdown_fraction
+    elif cap_ms < math.inf:
+        warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
+        decay = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+    else:
+        decay = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
+    decayed = config.min_lr + (1 - config.min_lr) * min(1.0, decay)
+    return min((step + 1) / max(1, config.lr_warmup_steps), decayed)
+
+# ---- Evaluation and export ---------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float, float]:
+    """Score the validation tokens once: nats per token, bits per byte, ms spent. Windows
+    of `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
+    start_ms = run.ranks.now_ms()
+    config, ranks = run.config, run.ranks
+    count = len(run.val_tokens) - 1
+    length = min(length or config.train_seq_len, count)
+    stride = stride or length
+    windows = 1 + math.ceil((count - length) / stride)
+    limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+    batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
+    stops = np.minimum(length + stride * np.arange(windows + batch), count)
+    starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
+    device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+        rows = slice(first, first + batch)
+        places = stops[rows, None] - length + np.arange(length)
+        is_scored = places >= starts[rows, None]
+        inputs = run.val_tokens[places].astype(np.int64)
+        targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
+        inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
+        nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
+    ranks.sum([nats])
+    total = nats.item()
+    return total / count, total / math.log(2) / run.val_bytes, run.ranks.now_ms() - start_ms
+
+def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
+    is_matrix = tensor.ndim == 2
+    rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
+    # The percentile of a row, interpolated linearly, from a partial sort.
+    place = 0.9999984 * (rows.size(1) - 1)
+    top = rows.abs().topk(rows.size(1) - int(place)).values
+    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
+    scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
+    quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
+    return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
+
+def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
+    """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). A
+    row's limit is `clip` standard deviations, or its largest value. With `gram`, x x^T summed
+    over inputs x (0 in a dead layer), later columns make good earlier errors (arXiv:2210.17323)."""
+    rows = weight.float()
+    levels = 2 ** (bits - 1) - 1
+    limits = clip * rows.std(1) if clip else rows.abs().amax(1)
+    scales = (limits / levels).clamp_min(1e-7).half()
+    steps = scales.float()
+    if gram is None:
+        return (rows / steps[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
+    order = gram.diag().argsort(descending=True)
+    gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
+    rows = rows[:, order]
+    rounded = torch.empty_like(rows)
+    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True).float()):
+        rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
+        error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
+        rows[:, i:] -= torch.outer(error, factors[i:])
+    return rounded[:, order.argsort()].to(torch.int8), scales
+
+def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
+    """The int8 artifact and its payload in bytes; small tensors stay floats."""
+    about = {name: getattr(config, name.lower()) for name in KEPT}
+    path = Path(config.tokenizer_path)
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
+    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {},
+                "scales": {}, "dtypes": {}, "passthrough": {}, "qmeta": {},
+                "passthrough_orig_dtypes": {}}
+    for name, t in state.items():
+        dtype = str(t.dtype).removeprefix("torch.")
+        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
+            bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
+            gram = (grams or {}).get(name)
+            plain = t.ndim != 2 or (bits == 8 and not config.export_clip and gram is None)
+            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, gram)
+            artifact["quantized"][name], artifact["scales"][name] = pair
+            artifact["dtypes"][name] = dtype
+            if t.ndim == 2:
+                artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
+            continue
+        if t.is_floating_point():
+            keep = matches(name, config.int8_keep_float_fp32_name_patterns)
+            t = t.to(torch.float32 if keep else torch.float16)
+        artifact["passthrough"][name] = t
+        if t.dtype != state[name].dtype:
+            artifact["passthrough_orig_dtypes"][name] = dtype
+    parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
+    return artifact, sum(t.nbytes for part in parts for t in part.values())
+
+def read_description(path: str) -> dict[str, str]:
+    """An artifact's variables; {} for other files. Raises ValueError for unknown ones."""
+    try:
+        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
+        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
+        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
+    except (OSError, zlib.error, ValueError, RecursionError):
+        return {}
+    unknown = ", ".join(about.keys() - set(KEPT))
+    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
+    return {name: str(value) for name, value in about.items()}
+
+def load(path: str | Path, **variables) -> GPT:
+    """An artifact's model in float32, on the CPU. Other files need its variables."""
+    words = {"EMBED_FLOAT32": 1, **variables, "INIT_FROM": path}
+    config, _ = load_config([f"{name}={value}" for name, value in words.items()], {})
+    model = GPT(config)
+    load_weights(model, path)
+    model.compute_dtype = torch.float32
+    return model.float()
+
+def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
+    """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
+    artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
+    raw = saved(artifact)
+    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}
+    packer = zlib.compressobj(9, strategy=coders[config.export_coder])
+    return packer.compress(raw) + packer.flush(), payload, len(raw)
+
+def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
+    state = dict(artifact["passthrough"])
+    for name, quantized in artifact["quantized"].items():
+        scale = artifact["scales"][name]
+        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
+        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
+                and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = scale.float()
+        require(scale.isfinite().all() and (scale > 0).all(), f"a scale of {name} is not positive")
+        state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
+    return state
+
+def read_archive(data: bytes):
+    """Read what torch.save wrote: no code runs, nothing is inflated, checksums are compared."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        require(stored and sum(entry.file_size for entry in entries) <= len(data),
+                "it has packed entries")
+        require(archive.testzip() is None, "a checksum in it is wrong")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
+    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError if unfit."""
+    wanted = model.state_dict()
+    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+        require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
+        if not data.startswith(b"PK"):  # torch.save writes zip archives
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(data, limit + 1)
+            require(inflater.eof or len(data) > limit, "it ends too early")
+        require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
+        state = read_archive(data)
+        state = state.get("model", state)  # of a checkpoint
+        if state.get("__quant_format__") == INT8_FORMAT:
+            state = dequantize(state, wanted)
+        model.load_state_dict(dict(state))  # a plain dict, without metadata
+    except Exception as error:  # hostile or damaged files fail in many ways
+        raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write under another name and rename, so that `path` is never half a file. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from None
+
+def saved(value) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+@torch.no_grad()
+def calibrate(run: "Run") -> dict[str, Tensor]:
+    """The sums of x x^T over each matrix's inputs x: (columns, columns), float32."""
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.linear:
+                x = args[0].flatten(0, -2).float()
+                found.append(x.mT @ x)
+            return function(*args, **(kwargs or {}))
+
+    parts = (("attn.c_q", "attn.c_k", "attn.c_v"), ("attn.proj",), ("mlp.fc",), ("mlp.proj",))
+    products = [[f"blocks.{i}.{part}.weight" for part in product]
+                for i in range(run.config.num_layers) for product in parts]
+    products.append(["tok_emb.weight" if run.model.lm_head is None else "lm_head.weight"])
+    sums = [0.0] * len(products)
+    for step in range(run.step, run.step + run.config.gptq_batches):
+        for x, y in run.loader.micro_batches(step):
+            found = []
+            with Recorder(), torch.compiler.set_stance("force_eager"):
+                run.model(x, y)
+            sums = [total + gram for total, gram in zip(sums, found, strict=True)]
+    run.ranks.sum(sums)
+    return {name: gram.cpu() for names, gram in zip(products, sums) for name in names}
+
+def export(run: "Run", code: bytes) -> None:
+    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds.
+    With ITERATIONS=0, an artifact INIT_FROM=*.ptz is scored as it is."""
+    as_it_is = run.config.iterations == 0 and run.config.init_from.endswith(".ptz")
+    if run.ranks.rank == 0 and not as_it_is:
+        floats = Path(run.config.out_dir, "final_model.pt")
+        packed = Path(run.config.out_dir, "final_model.int8.ptz")
+        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
+        write_whole(floats, saved(state))
+        data, payload, raw_bytes = run.packed or pack(state, run.config, run.grams)
+        digest = sha256(data).hexdigest()
+        write_whole(packed, data)
+        size = floats.stat().st_size
+        ratio = sum(t.nbytes for t in state.values()) / payload
+        run.log.line(f"Serialized model: {size} bytes\nCode size: {len(code)} bytes\n"
+                     f"Total submission size: {size + len(code)} bytes\n"
+                     f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
+                     f"raw_torch:{raw_bytes} payload_ratio:{ratio:.2f}x)\n"
+                     f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
+        run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(code),
+                      code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
+                      artifact_bytes=len(data), artifact_sha256=digest)
+        load_weights(run.model, packed, digest)
+    if run.ranks.world_size > 1:
+        for p in run.model.parameters():  # the other ranks may not see the file
+            dist.broadcast(p.data, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
+    if run.config.eval_seq_len or run.config.eval_stride:
+        loss, bpb, eval_ms = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
+        run.log.line(f"windows val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
+        run.log.event("windows", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
+    loss, bpb, eval_ms = evaluate(run)
+    run.log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
+                 f"eval_time:{eval_ms:.0f}ms\n"
+                 f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
+    run.log.event("final", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
+
+# ---- Checkpoints -------------------------------------------------------------------------------
+def list_checkpoints(config: Config) -> list[Path]:
+    """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
+    files = Path(config.out_dir, "checkpoints").glob("*.pt")
+    found = [path for path in files if re.fullmatch(pattern, path.name)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+def find_checkpoint(config: Config) -> dict | None:
+    """The checkpoint RESUME; "auto": the newest that can be read, or None. Raises ValueError."""
+    if not config.resume:
+        return None
+    auto = config.resume == "auto"
+    for path in list_checkpoints(config) if auto else [Path(config.resume)]:
+        try:
+            state = read_archive(path.read_bytes())
+            version = state["format"]
+            require(version == CHECKPOINT_FORMAT, f"it has format {version}, but this train_gpt.py "
+                    f"reads {CHECKPOINT_FORMAT}; resume it with the script that wrote it")
+            return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
+        except Exception as error:  # hostile or damaged files fail in many ways
+            require(auto, f"checkpoint {path} cannot be used: {error}")
+            print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
+    return None
+
+def state_of(run: "Run") -> dict:
+    """Everything that training changes; the tensors are the live ones."""
+    return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+            "scaler": run.scaler.state_dict()}
+
+def restore(run: "Run", state: dict) -> None:
+    """Restore the run to `state`, which state_of returned."""
+    run.model.load_state_dict(state["model"])
+    for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+    run.scaler.load_state_dict(state["scaler"])
+    run.step = int(state["step"])
+    run.time_ms = float(state["time_ms"])
+
+def resume(run: "Run", state: dict) -> None:
+    """Continue from a checkpoint. Raises ValueError if its settings or tensors do not fit."""
+    try:
+        old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
+        new = asdict(run.config)
+        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
+        changed = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
+                   for name in fixed if old[name] != new[name]]
+        require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
+        restore(run, state)
+        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
+                f"step {run.step} after {run.time_ms} ms is not in this run")
+    except Exception as error:  # hostile or damaged files fail in many ways
+        raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
+    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=state["path"])
+    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {state['path']}")
+
+def save_checkpoint(run: "Run") -> None:
+    """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
+    if run.ranks.rank > 0:
+        return
+    path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(run.config), **state_of(run)})
+        write_whole(path, data)
+        run.log.event("checkpoint", step=run.step, file=path.name, bytes=len(data))
+        older = [other for other in list_checkpoints(run.config) if other != path]
+        for old in older[run.config.keep_checkpoints - 1:]:
+            old.unlink()
+    except OSError as error:
+        run.log.line(f"warning: no checkpoint of step {run.step}: {error}")
+
+# ---- Training ----------------------------------------------------------------------------------
+class Run:
+    """The parts of a run and its progress. Raises ValueError if the run cannot work."""
+    def __init__(self, config: Config, overrides: dict, source: str):
+        self.ranks = ranks = start_ranks(config)
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        checkpoint = find_checkpoint(config)
+        if checkpoint and not config.run_id:
+            config = replace(config, run_id=checkpoint["run_id"])
+        must_compile = config.compile == "1"
+        self.config = config = resolve(config, ranks)
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.step = 0  # steps done
+        self.time_ms = 0.0  # on the training clock, which validations do not move
+        self.zero_ms = 0.0  # Ranks.now_ms at zero on the training clock
+        self.signals = []  # received by this process
+        self.stop_signal = 0  # received by any rank when the ranks last agreed
+        self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
+        validation = load_validation(config)
+        self.tokenizer_kind, self.val_tokens, self.val_bytes, self.data_sha256 = validation
+        self.loader = TokenLoader(config, ranks) if config.iterations else None
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if config.init_from and not checkpoint:
+            load_weights(self.model, config.init_from)
+        self.model.to(ranks.device)
+        self.grams = {}  # calibrate's
+        self.packed = None  # what pack returned, if SIZE_CAP asked for the size
+        self.code_bytes = len(source.encode("utf-8"))
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
+        self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
+        announce(self, overrides)
+        if checkpoint:
+            resume(self, checkpoint)
+        if self.loader and config.compile == "1":
+            compile_model(self, must_compile or ranks.device.type == "cuda")
+        place = [self.step, -self.step, self.time_ms, -self.time_ms]
+        require(ranks.max(*place) == place, "RESUME: the ranks found different checkpoints; "
+                "OUT_DIR must be a folder that all of them see")
+        self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
+        self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
+
+def advance_clock(run: Run, agree: bool) -> None:
+    """Count a step. If `agree`, near the cap, if steps are slow, and on every tenth, the ranks wait
+    for the device and agree on clock and signals. May raise FloatingPointError."""
+    run.step += 1
+    run.time_ms += run.pace_ms
+    near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
+    slow = run.pace_ms > 1000 or run.ranks.device.type == "cpu"
+    if not (agree or near_cap or slow or run.step % 10 == 0):
+        return
+    bad_step = int(run.first_bad)
+    if run.scaler.get_scale() < 2**-20:  # float16 skips a step that overflows, but not for ever
+        bad_step = run.step - 1
+    if bad_step >= 0:
+        token = run.loader.start(bad_step * run.loader.pieces)
+        run.log.event("nonfinite", step=bad_step + 1, token=token)
+        raise FloatingPointError(f"the loss or gradient of step:{bad_step + 1} is not finite, at "
+                                 f"training token {token}; lower the rates or set GRAD_CLIP_NORM=1")
+    old_step, old_ms = run.agreed
+    now_ms = run.ranks.now_ms() - run.zero_ms
+    run.time_ms, run.stop_signal = run.ranks.max(now_ms, max(run.signals, default=0))
+    run.pace_ms = (run.time_ms - old_ms) / (run.step - old_step)
+    run.agreed = (run.step, run.time_ms)
+
+def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
+    """Make one update at `factor` times the base learning rates, from the first `micro_batches` or
+    all. Returns the loss, a mean over the ranks, and the norm of the gradient: 0-d float32."""
+    config = run.config
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, run.step / steps) if steps else 1.0
+    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+            if "momentum" in group:
+                group["momentum"] = momentum
+    batches = run.loader.micro_batches(run.step)
+    loss_sum = torch.zeros((), device=run.ranks.device)
+    for x, y in batches[:micro_batches]:
+        loss = run.model(x, y) * (1 / len(batches) / run.ranks.world_size)
+        run.scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    run.ranks.sum([*grads, loss_sum])
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
+    if config.grad_clip_norm > 0:
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
+    watched = loss_sum if config.dtype == "float16" else loss_sum + norm
+    is_first_bad = ~watched.isfinite() & (run.first_bad < 0)
+    run.first_bad = torch.where(is_first_bad, run.step, run.first_bad)
+    for optimizer in run.optimizers:
+        run.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    run.scaler.update()
+    return loss_sum, norm
+
+def warm_up(run: Run) -> None:
+    """Take WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
+    steps = run.config.warmup_steps
+    before = saved(state_of(run))
+    for step in range(1, steps + 1):
+        train_step(run, 1.0, micro_batches=1)
+        run.log.line(f"warmup_step:{step}/{steps}")
+    restore(run, read_archive(before))
+    run.first_bad.fill_(-1)
+
+def is_due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never if that is 0."""
+    return every > 0 and step % every == 0
+
+def train(run: Run) -> None:
+    """Train until ITERATIONS, the wall-clock cap or a signal."""
+    config, log = run.config, run.log
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
+    run.zero_ms = run.ranks.now_ms() - run.time_ms
+    first_step = run.step
+    while True:
+        done = run.step >= config.iterations or run.time_ms >= run.cap_ms
+        is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
+        if run.step > first_step and (is_saved or run.stop_signal):
+            save_checkpoint(run)
+        if run.stop_signal:
+            break
+        if done and config.gptq_batches and run.loader:
+            run.grams = calibrate(run)
+            run.time_ms = run.ranks.now_ms() - run.zero_ms
+        if done or is_due(run.step, config.val_loss_every):
+            paused_ms = run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0]
+            loss, bpb, _ = evaluate(run)
+            log.line(f"step:{run.step}/{config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
+                     f"train_time:{run.time_ms:.0f}ms "
+                     f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
+            log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
+            if config.size_cap and run.ranks.rank == 0 and run.loader:  # seen early
+                run.packed = pack(run.model.state_dict(), config, run.grams)
+                size = len(run.packed[0]) + run.code_bytes
+                fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
+                log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
+            gc.collect()
+            run.zero_ms += run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0] - paused_ms
+        if done:
+            break
+        loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
+        step = run.step + 1
+        log_this = step <= 10 or is_due(step, config.train_log_every)
+        pauses = is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)
+        advance_clock(run, agree=log_this or pauses or step == config.iterations)
+        if log_this or run.time_ms >= run.cap_ms:
+            log_step(run, loss.item(), norm.item())
+    if run.stop_signal:
+        log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
+    elif run.step < config.iterations:
+        log.line(f"stopping_early: wallclock_cap train_time:{run.time_ms:.0f}ms "
+                 f"step:{run.step}/{config.iterations}")
+    log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+             f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+
+def compile_model(run: Run, required: bool) -> None:
+    """Compile the model. If that fails, it stays eager; if `required`, ValueError is raised."""
+    model = run.model
+    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # starts sooner
+        part.compile(dynamic=False, fullgraph=True)
+    if run.ranks.device.type != "cuda":
+        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    try:
+        model(*run.loader.micro_batches(0)[0]).backward()
+    except Exception as error:  # compilers fail in many ways
+        if "out of memory" in str(error):
+            raise
+        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
+                "for example gcc or python3-dev, or set COMPILE=0")
+        torch.compiler.set_stance("force_eager")
+        run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
+    model.zero_grad(set_to_none=True)
+
+def resolve(config: Config, ranks: Ranks) -> Config:
+    """Replace automatic settings with their values; round the batch. Raises ValueError."""
+    device = ranks.device.type
+    other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
+    builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    compiles = device == "cuda" or (device == "cpu" and builds)
+    chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
+              "compile": "1" if compiles else "0"}
+    config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
+    # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
+    length = config.train_seq_len
+    spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
+    spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
+    least = spans_per_rank * ranks.world_size * length
+    for name in ("train_batch_tokens", "val_batch_size"):
+        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
+                f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
+    tokens = round(config.train_batch_tokens / least) * least
+    rows = tokens // (ranks.world_size * length)  # of a rank
+    width = config.model_dim * getattr(torch, config.dtype).itemsize
+    limits = {"cpu": (1 << 21) // width,  # activations of 2 MB stay in its cache
+              "mps": length}  # its attention stores all scores
+    if device == "cuda":  # by peaks on an H100; compiled, activations take up to 35 % of its memory
+        per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
+        share = 0.35 if config.compile == "1" else 0.12
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
+    limit = config.micro_batch_tokens or limits[device]
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
+    new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    path = Path(config.tokenizer_path)
+    digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
+            f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
+    return replace(config, device=device, run_id=config.run_id or new_id,
+                   attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
+                   train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
+                   fused=config.fused and device != "mps", tokenizer_sha256=digest)
+
+def announce(run: Run, overrides: dict) -> None:
+    """Log the data, the model and the settings, in the lines that the published trainer prints."""
+    c = run.config
+    settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
+    backends = " ".join(f"{name}={c.attn.removesuffix('3') in name}" for name in SDPA)
+    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
+    val_tokens = len(run.val_tokens) - 1
+    gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
+    run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
+                  world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
+                  val_tokens=val_tokens, val_bytes=run.val_bytes, data_sha256=run.data_sha256)
+    run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
+tokenizer_path={c.tokenizer_path}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
+loader:{c.loader}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}
+model_params:{sum(p.numel() for p in run.model.parameters())}
+world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
+dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
+sdp_backends:{backends}
+attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
+tie_embeddings:{c.tie_embeddings} embed_lr:{c.tied_embed_lr if c.tie_embeddings else c.embed_lr} \
+head_lr:{0.0 if c.tie_embeddings else c.head_lr} matrix_lr:{c.matrix_lr} scalar_lr:{c.scalar_lr}
+train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
+iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
+max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
+seed:{c.seed}
+config:{json.dumps({**settings, "overrides": overrides})}""")
+
+def main() -> None:
+    """Set up a run, warm up, train, export, and score what was exported."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print_help()
+        return
+    source = Path(__file__).read_text(encoding="utf-8")
+    try:
+        run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
+        if run.loader:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, frame: run.signals.append(number))
+            warm_up(run)
+        train(run)
+        if not run.stop_signal:
+            export(run, source.encode("utf-8"))
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"train_gpt.py: {error}")
+    except RuntimeError as error:
+        text = f"train_gpt.py: {error}"
+        if "out of memory" not in text and "t allocate memory" not in text:
+            raise
+        sys.exit(f"{text:.400}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+    if dist.is_initialized():
+        dist.barrier()  # gloo aborts in a rank whose peer has left
+        dist.destroy_process_group()
+    if run.stop_signal:
+        sys.exit(128 + int(run.stop_signal))
+
+if __name__ == "__main__":
+    main()
