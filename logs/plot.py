@@ -256,15 +256,17 @@ def curve(run: Run, part: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def band(members: list[Run], part: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the x (N,) of a group's first run where all its runs have values, and the values (runs, N),
-    interpolated there. N is 0 if a run has no values. See `curve` for the other arguments."""
+    """Return the x (N,) of a group's first run where all its runs have values, up to the last one that they all have,
+    and the values (runs, N), interpolated there. N is 0 if a run has no values. See `curve` for the other arguments."""
     curves = [curve(run, part, x, y) for run in members]
     if any(len(across) == 0 for across, _ in curves):
         return np.zeros(0), np.zeros((len(members), 0))
     low = max(across[0] for across, _ in curves)
     high = min(across[-1] for across, _ in curves)
     grid = curves[0][0]
-    grid = grid[(grid >= low) & (grid <= high)]
+    grid = grid[(grid >= low) & (grid < high)]
+    if low <= high:
+        grid = np.append(grid, high)
     return grid, np.stack([np.interp(grid, across, values) for across, values in curves])
 
 

@@ -128,6 +128,8 @@ def test_a_band_ends_where_the_first_of_its_runs_does(tmp_path):
     short = plot.read_run(str(write_events(tmp_path / "b.jsonl", 2, steps=(1, 3))))
     at, values = plot.band([long, short], "train", "step", "loss")
     assert at.tolist() == [1, 2, 3] and values[1].tolist() == [4, 3, 2]  # the middle one is interpolated
+    coarse = plot.read_run(str(write_events(tmp_path / "c.jsonl", 3, steps=(1, 4))))
+    assert plot.band([coarse, short], "train", "step", "loss")[0].tolist() == [1, 3]  # which the first does not have
     assert plot.band([long, plot.Run("none")], "train", "step", "loss")[0].size == 0
 
 
