@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # now: its default arguments would hold a group
+import torch.distributed.nn.functional  # imported later, its defaults would hold a group
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ class Config:
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the rates in the last N steps before the cap", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in N steps before the cap or the end", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
@@ -153,12 +153,12 @@ class Config:
     resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "of small tensors: exported in float32")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors kept in float32, by name")
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = free(0.0, "limit of rows in standard deviations; 0: the largest")
-    gptq_batches: int = free(0, "after training, round by N batches of it (GPTQ); 0: off")
+    export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
+    gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
     export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
     size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
 
@@ -547,8 +547,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 class BlockAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (B, H, T, C) for CPUs: PyTorch's flash kernel, but for its slow
-    backward products of four blocks of queries with the keys up to the block's end."""
+    """Causal attention of q, k, v (B, H, T, C) for CPUs. Forward is PyTorch's flash kernel, whose
+    backward is slow; ours multiplies four blocks of queries with the keys up to each one's end."""
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
