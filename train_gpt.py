@@ -94,7 +94,7 @@ class Config:
     iterations: int = var(20000, "train for at most N steps")
     max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the rates in N steps before the cap or the end", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in N steps to the cap or the end", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
@@ -153,7 +153,7 @@ class Config:
     resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors kept in float32, by name")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors left in float32")
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
