@@ -121,7 +121,7 @@ class Config:
     mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = kept(False, "shift a part of each key by one token")
-    exclusive_attn: bool = kept(False, "make a token's output orthogonal to its own value")
+    exclusive_attn: bool = kept(False, "project a token's own value out of its output")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -153,7 +153,7 @@ class Config:
     resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
     # Export
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors left in float32")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors in float32")
     int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
