@@ -2,7 +2,7 @@
 
     python train_gpt.py --help                              every variable, its default and unit
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: the published baseline
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: "Training Opt Seq4096"
     python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz      score only
 
 Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
@@ -26,6 +26,7 @@ import time
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -37,6 +38,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its defaults would hold a group
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration -----------------------------------------------------------------------------
 STARTED = time.monotonic()  # after the imports
@@ -48,13 +50,15 @@ POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 
 INT8_FORMAT = "int8_clean_per_row_v1"
 CHECKPOINT_FORMAT = 3
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
-REPEATING = ("blocks", "efficient", "math")  # kernels that need keys and values for each query head
+REPEATING = ("tiled", "efficient", "math")  # kernels that need keys and values for each query head
 # Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
 SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH"}  # clusters and containers set these, and
+PERHAPS_FOREIGN = {"DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"}  # these, or a user errs
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -88,11 +92,11 @@ class Config:
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "kernel; auto: first that runs; blocks: for CPUs",
-                     "auto|flash3|flash|cudnn|efficient|math|blocks")
+    attn: str = free("auto", "kernel; auto: first that runs; tiled: for CPUs",
+                     "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
-    iterations: int = var(20000, "train for at most N steps")
-    max_wallclock_seconds: float = var(600.0, "train for at most N seconds; 0: no limit")
+    iterations: int = free(20000, "train for at most N steps")
+    max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
     warmdown_iters: int = var(3000, "lower the rates in N steps to the cap or the end", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
@@ -164,8 +168,7 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            value = getattr(self, f.name)
-            low = f.metadata["low"]
+            value, low = getattr(self, f.name), f.metadata["low"]
             require(f.type not in (int, float) or low <= value < 2**63,
                     f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
         require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
@@ -186,6 +189,8 @@ def parse_value(f, text: str):
     """The value of a field that is written as `text`. Raises ValueError."""
     name = f.name.upper()
     choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
+    if name == "ATTN" and text == "blocks":  # its name in older presets
+        return "tiled"
     if choices:
         require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
         return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
@@ -204,14 +209,15 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         given[name] = (text, "argument")
     path = given.get("INIT_FROM", ("",))[0]
     given = {name: (text, path) for name, text in read_description(path).items()} | given
-    # Clusters and containers use these three names for something else.
-    for name in given.keys() - known.keys() - {"COMPILER", "MODEL_DIR", "DATASET_PATH"}:
+    for name in given.keys() - known.keys() - FOREIGN:
         text, place = given[name]
         cutoff = 0.6 if place == "argument" else 0.85
         near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
         hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
-        require(place == "environment" and not near,
-                f"{name}={text!r} ({place}) is not a variable of this script; {hint}")
+        message = f"{name}={text!r} ({place}) is not a variable of this script; {hint}"
+        require(place == "environment" and (not near or name in PERHAPS_FOREIGN), message)
+        if near:
+            print(f"warning: {message}", file=sys.stderr)
     texts = {name: given[name] for name in given if name in known}
     values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
     control = values.get("control_tensor_name_patterns", CONTROL)
@@ -235,30 +241,25 @@ def matches(name: str, patterns: str) -> bool:
 # ---- Ranks and device --------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among all. With one process, collectives change nothing."""
+    """The place of this process among all, and collectives: the largest values, an in-place sum."""
     rank: int
     world_size: int
     device: torch.device
 
     def max(self, *values: float) -> list[float]:
-        """The largest of each value over the ranks."""
         if self.world_size == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
 
-    def sum(self, tensors: list[Tensor]) -> None:
-        """Add tensors up over the ranks, in place, with one all-reduce in their widest type."""
+    def sum(self, tensor: Tensor) -> Tensor:
         if self.world_size > 1:
-            flat = torch.cat([t.flatten() for t in tensors])
-            dist.all_reduce(flat)
-            sums = flat.split([t.numel() for t in tensors])
-            torch._foreach_copy_(tensors, [total.view_as(t) for total, t in zip(sums, tensors)])
+            dist.all_reduce(tensor)
+        return tensor
 
     def now_ms(self) -> float:
-        """The time in ms, read when the device has finished its queue."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu":  # wait until its queue is empty
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
 
@@ -287,8 +288,7 @@ def start_ranks(config: Config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
     rank, world_size, local_rank, local_size = find_ranks()
     has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
-    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
-    usable = [name for name in available if available[name]]
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
@@ -324,13 +324,6 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 # ---- Log ---------------------------------------------------------------------------------------
-def write_line(file, text: str) -> None:
-    """Write and flush a line. A full disk must not stop the training, so a failure only warns."""
-    try:
-        print(text, file=file, flush=True)
-    except OSError as error:
-        warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
-
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
@@ -345,28 +338,32 @@ class RunLog:
         self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
         print(paths[0], flush=True)
         smi = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else ""
-        write_line(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+        self.write(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                    f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
+
+    def write(self, file, text: str) -> None:
+        try:
+            print(text, file=file, flush=True)
+        except OSError as error:  # a full disk must not stop the training
+            warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
     def line(self, text: str) -> None:
         if self.is_main:
-            write_line(sys.stdout, text)
-            write_line(self.text, text)
+            self.write(sys.stdout, text)
+            self.write(self.text, text)
 
     def event(self, event: str, **values) -> None:
         if self.is_main:
             elapsed = round(time.monotonic() - STARTED, 3)
-            write_line(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
+            self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
 
 def log_step(run: "Run", loss: float, norm: float) -> None:
     """Log a training step, with its speed since the last line and the memory that CUDA used."""
-    last_step, last_ms = run.logged
+    tokens = (run.step - run.logged[0]) * run.config.train_batch_tokens
+    rate = tokens / max(run.time_ms - run.logged[1], 1e-6) * 1000
     run.logged = (run.step, run.time_ms)
-    tokens = (run.step - last_step) * run.config.train_batch_tokens
-    rate = tokens / max(run.time_ms - last_ms, 1e-6) * 1000
     average = run.time_ms / run.step
-    steps_ms = (run.config.iterations - run.step) * average
-    left_s = max(0.0, min(run.cap_ms - run.time_ms, steps_ms)) / 1000
+    left_s = max(0.0, min(run.cap_ms, run.config.iterations * average) - run.time_ms) / 1000
     lr = run.optimizers[-1].param_groups[0]["lr"]
     memory = torch.cuda.max_memory_allocated() >> 20
     epoch = run.step * run.loader.step_tokens / run.loader.epoch_tokens
@@ -406,9 +403,8 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 class TokenLoader:
-    """The training shards in name order as one endless sequence of tokens. What a step reads
-    follows from its number alone. Its pieces are consecutive spans or, with LOADER=shuffled, rows
-    in an order drawn for each epoch. A piece is one token longer than its inputs."""
+    """The training shards as one endless sequence. What a step reads follows from its number:
+    pieces, each one token longer than its inputs; with LOADER=shuffled, rows in random order."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.ranks = ranks
@@ -461,9 +457,8 @@ class TokenLoader:
         return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """What `batch` returns, in parts of MICRO_BATCH_TOKENS, all of one size."""
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
-        return list(zip(*(ids.split(rows) for ids in self.batch(step))))
+        return list(zip(*(ids.split(rows) for ids in self.batch(step))))  # all of one size
 
 @lru_cache(maxsize=2)  # a step can end in the next epoch
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
@@ -471,8 +466,8 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The kind of TOKENIZER_PATH; UTF-8 bytes per token, uint16 (V, 2): column 1 after a boundary
-    token, else column 0; the mask of boundary tokens, bool (V,). Raises ValueError if unfit."""
+    """The tokenizer's kind; UTF-8 bytes per token, uint16 (V, 2), column 1 after a boundary token;
+    which tokens are boundaries, bool (V,). Raises ValueError if it cannot be read."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -546,9 +541,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
-class BlockAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (B, H, T, C) for CPUs. Forward is PyTorch's flash kernel, whose
-    backward is slow; ours multiplies four blocks of queries with the keys up to each one's end."""
+class TiledAttention(torch.autograd.Function):
+    """Causal attention of q, k, v (B, H, T, C) for CPUs, with a backward by tiles of queries."""
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -562,9 +556,9 @@ class BlockAttention(torch.autograd.Function):
         scale = q.size(3) ** -0.5
         means = (dy.float() * y.float()).sum(3, keepdim=True)
         size = math.ceil(q.size(2) / 4)
-        blocks = zip(*(t.split(size, dim=2) for t in (q, dy, log_sums[..., None], means)))
+        tiles = zip(*(t.split(size, dim=2) for t in (q, dy, log_sums[..., None], means)))
         dq, dk, dv = [], 0.0, 0.0
-        for i, (q_i, dy_i, log_sum, mean) in enumerate(blocks):
+        for i, (q_i, dy_i, log_sum, mean) in enumerate(tiles):
             k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
             p = ((q_i @ k_i.mT).float() * scale - log_sum).exp().tril(i * size)
             ds = (p * ((dy_i @ v_i.mT).float() - mean) * scale).to(q.dtype)
@@ -579,8 +573,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     groups = q.size(1) // k.size(1)
     if groups > 1 and kernel in REPEATING:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    if kernel == "blocks" and q.size(2) == k.size(2):
-        return BlockAttention.apply(q, k, v)
+    if kernel == "tiled" and q.size(2) == k.size(2):
+        return TiledAttention.apply(q, k, v)
     grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
 
@@ -592,10 +586,17 @@ def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
     cache[name] = x[:, -1:]
     return x[:, :-1]
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) @ weight.T (D, N) * scale (N,) in x's type."""
+def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
+    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several together."""
+    weights = [layer.weight for layer in layers]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:
         weight = weight * scale[:, None]  # smaller than the output
+    if layers[0].gram is not None:  # calibrate() is watching
+        rows = x.flatten(0, -2).float()
+        gram = rows.mT @ rows
+        for layer in layers:
+            layer.gram = layer.gram + gram
     return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
@@ -613,8 +614,8 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
-        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        qkv = linear(x, weight).unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
+        qkv = linear(x, self.c_q, self.c_k, self.c_v)
+        qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
             pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
@@ -632,7 +633,7 @@ class Attention(nn.Module):
             own = rms_norm(v[:, :, -y.size(2):])[:, :, None]
             y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
             y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
-        return linear(y.transpose(1, 2).flatten(2), self.proj.weight, scale)
+        return linear(y.transpose(1, 2).flatten(2), self.proj, scale=scale)
 
 class MLP(nn.Module):
     """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
@@ -643,8 +644,8 @@ class MLP(nn.Module):
         self.slope = config.mlp_slope
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = F.leaky_relu(linear(x, self.fc.weight), self.slope).square()
-        return linear(hidden, self.proj.weight, scale)
+        hidden = F.leaky_relu(linear(x, self.fc), self.slope).square()
+        return linear(hidden, self.proj, scale=scale)
 
 class Block(nn.Module):
     """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
@@ -664,8 +665,7 @@ class Block(nn.Module):
         return x + self.mlp(rms_norm(x), self.mlp_scale)
 
 class GPT(nn.Module):
-    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out.
-    Activations are in the compute type, matrices in float32. Checkpoints rely on tensor names."""
+    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out."""
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
@@ -676,7 +676,8 @@ class GPT(nn.Module):
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
-        self.skip_weights = nn.Parameter(torch.ones(self.half, config.model_dim))
+        ones = torch.ones(self.half, config.model_dim)
+        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs gradients
         half_head = config.model_dim // config.num_heads // 2
         exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
         frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
@@ -699,10 +700,10 @@ class GPT(nn.Module):
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
         # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
-        """The last block's output for tokens (B, T) int64: (B, T, D) in the compute type. To go on
-        with a text one token at a time, pass the same list of dicts, first empty, one per block."""
+        """The last block's output (B, T, D). One dict a block, kept, goes on token by token."""
         caches = caches or [None] * len(self.blocks)
         seen = caches[0]["k"].size(2) if caches[0] else 0
         end = seen + tokens.size(1)
@@ -726,12 +727,11 @@ class GPT(nn.Module):
         """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
         head = self.tok_emb if self.lm_head is None else self.lm_head
         cap = self.config.logit_softcap
-        logits = linear(rms_norm(x), head.weight).float()
+        logits = linear(rms_norm(x), head).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats (0-d float32) of targets (B, T) after `hidden`'s (B, T, D).
-        Targets of -1 do not count. Comparing ids needs no scatter over the logits in backward."""
+        """Mean cross entropy, 0-d float32 in nats, of targets (B, T) that are not -1."""
         logits = self.logits(x)
         is_target = torch.arange(logits.size(-1), device=x.device) == targets[..., None]
         nats = logits.logsumexp(-1) - logits.where(is_target, 0).sum(-1)
@@ -742,12 +742,9 @@ class GPT(nn.Module):
         return self.loss(self.hidden(tokens), targets)
 
 def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
-    """Enable one attention kernel alone; return its output and gradients for a random row of the
-    run's heads. Raises what PyTorch raises if it does not run."""
-    if kernel == "flash3":  # FlashAttention-3 replaces the flash kernel (PyTorch 2.11, Hopper)
-        nn.attention.activate_flash_attention_impl("FA3")
+    """Enable one attention kernel alone; return its output and gradients for a random row."""
     for name in SDPA:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel.removesuffix("3") in name)
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
     most = 2048 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
@@ -760,15 +757,14 @@ def try_attention(kernel: str, config: Config, device: torch.device) -> list[Ten
     return [y.detach(), *(x.grad for x in inputs)]
 
 def choose_attention(config: Config, device: torch.device) -> str:
-    """Enable one attention kernel and return its name: ATTN, or the first that runs and computes
-    what the math kernel does. Raises ValueError if there is none."""
+    """Enable ATTN, or the first kernel that agrees with math. Raises ValueError if none does."""
     if device.type == "mps":  # MPS has one kernel of its own, and no switches
         return "math"
     kernels = ["flash", "cudnn", "efficient", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-        kernels = ["flash3", "cudnn", "flash", "efficient", "math"]  # by public reports
+        kernels = ["cudnn", "flash", "efficient", "math"]  # cuDNN is 1.6 times as fast there
     elif (device.type, config.dtype, config.compile) == ("cpu", "bfloat16", "1"):
-        kernels = ["blocks", *kernels] if config.train_seq_len <= 1024 else kernels
+        kernels = ["tiled", *kernels] if config.train_seq_len <= 1024 else kernels
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
@@ -804,8 +800,7 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JOR
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are orthogonalised, each rank doing its share of the matrices of one
-    shape. Their momentum is one tensor (N, rows, columns) in the state of the first of them."""
+    """Orthogonalised momentum, kept for matrices of one shape as one tensor (N, rows, columns)."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.steps = config.muon_backend_steps
@@ -844,8 +839,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW for all (arXiv:1711.05101). Each parameter
-    is in one group, whose base_lr is the rate before the schedule. Vectors do not decay."""
+    """Adam, with Muon for the blocks' matrices, or AdamW for all. Vectors do not decay."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -886,9 +880,8 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float, float]:
-    """Score the validation tokens once: nats per token, bits per byte, ms spent. Windows
-    of `length` tokens (0: TRAIN_SEQ_LEN) move by `stride` (0: `length`) and score what is new."""
+def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
+    """Score what is new in each window of `length` tokens; windows move by `stride` (0: length)."""
     start_ms = run.ranks.now_ms()
     config, ranks = run.config, run.ranks
     count = len(run.val_tokens) - 1
@@ -909,16 +902,15 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> tuple[float, float
         targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
         inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
         nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
-    ranks.sum([nats])
-    total = nats.item()
-    return total / count, total / math.log(2) / run.val_bytes, run.ranks.now_ms() - start_ms
+    total = ranks.sum(nats).item()
+    return {"val_loss": total / count, "val_bpb": total / math.log(2) / run.val_bytes,
+            "eval_time_ms": ranks.now_ms() - start_ms}
 
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
     is_matrix = tensor.ndim == 2
     rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
-    # The percentile of a row, interpolated linearly, from a partial sort.
-    place = 0.9999984 * (rows.size(1) - 1)
+    place = 0.9999984 * (rows.size(1) - 1)  # of a percentile, interpolated linearly
     top = rows.abs().topk(rows.size(1) - int(place)).values
     clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
     scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
@@ -926,9 +918,8 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
 def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
-    """A matrix (rows, columns) as int8 values of `bits` bits, and its scales, float16 (rows,). A
-    row's limit is `clip` standard deviations, or its largest value. With `gram`, x x^T summed
-    over inputs x (0 in a dead layer), later columns make good earlier errors (arXiv:2210.17323)."""
+    """A matrix as int8 values of `bits` bits, with float16 scales (rows,). Rows are clipped at
+    `clip` deviations. With `gram`, later columns make good earlier errors (arXiv:2210.17323)."""
     rows = weight.float()
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)
@@ -949,6 +940,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
+    clip = config.export_clip
     about = {name: getattr(config, name.lower()) for name in KEPT}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -960,8 +952,12 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             gram = (grams or {}).get(name)
-            plain = t.ndim != 2 or (bits == 8 and not config.export_clip and gram is None)
-            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, gram)
+            plain = t.ndim != 2 or (bits == 8 and not clip and gram is None)
+            try:
+                pair = quantize_tensor(t) if plain else round_rows(t, bits, clip, gram)
+            except torch.linalg.LinAlgError:  # of a gram that cannot be factorised
+                pair = round_rows(t, bits, clip)
+                artifact.setdefault("not_calibrated", []).append(name)
             artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -997,13 +993,16 @@ def load(path: str | Path, **variables) -> GPT:
     model.compute_dtype = torch.float32
     return model.float()
 
-def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, int, int]:
-    """The bytes of the artifact's file, of its tensors, and of the file before it is compressed."""
+def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
+    """The artifact's file, and what the log says about it: bytes, and what GPTQ could not do."""
     artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
     raw = saved(artifact)
     coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}
     packer = zlib.compressobj(9, strategy=coders[config.export_coder])
-    return packer.compress(raw) + packer.flush(), payload, len(raw)
+    data = packer.compress(raw) + packer.flush()
+    return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
+                  "artifact_sha256": sha256(data).hexdigest(),
+                  "not_calibrated": artifact.get("not_calibrated", [])}
 
 def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
@@ -1022,9 +1021,8 @@ def read_archive(data: bytes):
     """Read what torch.save wrote: no code runs, nothing is inflated, checksums are compared."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
-        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-        require(stored and sum(entry.file_size for entry in entries) <= len(data),
-                "it has packed entries")
+        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -1069,65 +1067,53 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 @torch.no_grad()
-def calibrate(run: "Run") -> dict[str, Tensor]:
-    """The sums of x x^T over each matrix's inputs x: (columns, columns), float32."""
-    class Recorder(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is F.linear:
-                x = args[0].flatten(0, -2).float()
-                found.append(x.mT @ x)
-            return function(*args, **(kwargs or {}))
+def calibrate(model: GPT, batches: Iterable, ranks: Ranks) -> dict[str, Tensor]:
+    """The sum of x x^T over each layer's inputs x: (columns, columns), by its weight's name."""
+    layers = {f"{name}.weight": module for name, module in model.named_modules()
+              if isinstance(module, nn.Linear | nn.Embedding)}
+    for layer in layers.values():
+        layer.gram = 0.0
+    with torch.compiler.set_stance("force_eager"):
+        for x, y in batches:
+            model(x, y)
+    grams = {name: ranks.sum(layer.gram).cpu() for name, layer in layers.items()
+             if isinstance(layer.gram, Tensor)}  # an untied table has none
+    model.apply(lambda module: setattr(module, "gram", None))
+    return grams
 
-    parts = (("attn.c_q", "attn.c_k", "attn.c_v"), ("attn.proj",), ("mlp.fc",), ("mlp.proj",))
-    products = [[f"blocks.{i}.{part}.weight" for part in product]
-                for i in range(run.config.num_layers) for product in parts]
-    products.append(["tok_emb.weight" if run.model.lm_head is None else "lm_head.weight"])
-    sums = [0.0] * len(products)
-    for step in range(run.step, run.step + run.config.gptq_batches):
-        for x, y in run.loader.micro_batches(step):
-            found = []
-            with Recorder(), torch.compiler.set_stance("force_eager"):
-                run.model(x, y)
-            sums = [total + gram for total, gram in zip(sums, found, strict=True)]
-    run.ranks.sum(sums)
-    return {name: gram.cpu() for names, gram in zip(products, sums) for name in names}
-
-def export(run: "Run", code: bytes) -> None:
-    """Write final_model.pt and final_model.int8.ptz, and score what the latter holds.
-    With ITERATIONS=0, an artifact INIT_FROM=*.ptz is scored as it is."""
-    as_it_is = run.config.iterations == 0 and run.config.init_from.endswith(".ptz")
-    if run.ranks.rank == 0 and not as_it_is:
-        floats = Path(run.config.out_dir, "final_model.pt")
-        packed = Path(run.config.out_dir, "final_model.int8.ptz")
-        state = {name: t.detach().cpu() for name, t in run.model.state_dict().items()}
-        write_whole(floats, saved(state))
-        data, payload, raw_bytes = run.packed or pack(state, run.config, run.grams)
-        digest = sha256(data).hexdigest()
-        write_whole(packed, data)
-        size = floats.stat().st_size
-        ratio = sum(t.nbytes for t in state.values()) / payload
-        run.log.line(f"Serialized model: {size} bytes\nCode size: {len(code)} bytes\n"
-                     f"Total submission size: {size + len(code)} bytes\n"
-                     f"Serialized model int8+zlib: {len(data)} bytes (payload:{payload} "
-                     f"raw_torch:{raw_bytes} payload_ratio:{ratio:.2f}x)\n"
-                     f"Total submission size int8+zlib: {len(data) + len(code)} bytes")
-        run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(code),
-                      code_sha256=sha256(code).hexdigest(), payload_bytes=payload,
-                      artifact_bytes=len(data), artifact_sha256=digest)
-        load_weights(run.model, packed, digest)
+def export(run: "Run") -> None:
+    """Write final_model.int8.ptz, if train() packed a model, and score what it holds."""
+    if run.packed:
+        data, about = run.packed
+        path = Path(run.config.out_dir, "final_model.int8.ptz")
+        write_whole(path, data)
+        size = path.with_name("final_model.pt").stat().st_size
+        ratio = sum(t.nbytes for t in run.model.state_dict().values()) / about["payload_bytes"]
+        run.log.line(f"Serialized model: {size} bytes\nCode size: {len(run.code)} bytes\n"
+                     f"Total submission size: {size + len(run.code)} bytes\n"
+                     f"Serialized model int8+zlib: {len(data)} bytes (payload:"
+                     f"{about['payload_bytes']} raw_torch:{about['raw_bytes']} "
+                     f"payload_ratio:{ratio:.2f}x)\n"
+                     f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes")
+        if about["not_calibrated"]:
+            run.log.line(f"warning: not GPTQ, but rounded to nearest: {about['not_calibrated']}")
+        run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(run.code),
+                      code_sha256=sha256(run.code).hexdigest(), **about)
+        load_weights(run.model, path, about["artifact_sha256"])
     if run.ranks.world_size > 1:
         for p in run.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
+    exact = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}"
     if run.config.eval_seq_len or run.config.eval_stride:
-        loss, bpb, eval_ms = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
-        run.log.line(f"windows val_loss:{loss:.8f} val_bpb:{bpb:.8f} eval_time:{eval_ms:.0f}ms")
-        run.log.event("windows", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
-    loss, bpb, eval_ms = evaluate(run)
-    run.log.line(f"final_int8_zlib_roundtrip val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
-                 f"eval_time:{eval_ms:.0f}ms\n"
-                 f"final_int8_zlib_roundtrip_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}")
-    run.log.event("final", step=run.step, val_loss=loss, val_bpb=bpb, eval_time_ms=eval_ms)
+        score = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
+        run.log.line(f"windows {exact} eval_time:{{eval_time_ms:.0f}}ms".format(**score))
+        run.log.event("windows", step=run.step, **score)
+    score = evaluate(run)
+    rounded = "val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} eval_time:{eval_time_ms:.0f}ms"
+    run.log.line(f"final_int8_zlib_roundtrip {rounded}\n"
+                 f"final_int8_zlib_roundtrip_exact {exact}".format(**score))
+    run.log.event("final", step=run.step, **score)
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
@@ -1145,9 +1131,8 @@ def find_checkpoint(config: Config) -> dict | None:
     for path in list_checkpoints(config) if auto else [Path(config.resume)]:
         try:
             state = read_archive(path.read_bytes())
-            version = state["format"]
-            require(version == CHECKPOINT_FORMAT, f"it has format {version}, but this train_gpt.py "
-                    f"reads {CHECKPOINT_FORMAT}; resume it with the script that wrote it")
+            require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, not "
+                    f"{CHECKPOINT_FORMAT}: resume it with the script that wrote it")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}")
@@ -1174,10 +1159,10 @@ def resume(run: "Run", state: dict) -> None:
     try:
         old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
         new = asdict(run.config)
-        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
-        changed = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
-                   for name in fixed if old[name] != new[name]]
-        require(not changed, f"it was trained with other settings: {'; '.join(changed)}")
+        changed = {f: f"{f.name.upper()} was {old[f.name]!r} and is {new[f.name]!r}"
+                   for f in fields(Config) if old[f.name] != new[f.name]}
+        refused = [text for f, text in changed.items() if f.metadata["kind"] != "free"]
+        require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
                 f"step {run.step} after {run.time_ms} ms is not in this run")
@@ -1185,11 +1170,12 @@ def resume(run: "Run", state: dict) -> None:
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
     run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=state["path"])
     run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {state['path']}")
+    for f, text in changed.items():
+        if f.name in ("iterations", "max_wallclock_seconds"):
+            run.log.line(f"the schedule changes from here on: {text}")
 
 def save_checkpoint(run: "Run") -> None:
     """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
-    if run.ranks.rank > 0:
-        return
     path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -1216,8 +1202,7 @@ class Run:
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
         self.step = 0  # steps done
         self.time_ms = 0.0  # on the training clock, which validations do not move
-        self.zero_ms = 0.0  # Ranks.now_ms at zero on the training clock
-        self.signals = []  # received by this process
+        self.signals = []  # received by this process: number and time
         self.stop_signal = 0  # received by any rank when the ranks last agreed
         self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
         validation = load_validation(config)
@@ -1228,9 +1213,8 @@ class Run:
         if config.init_from and not checkpoint:
             load_weights(self.model, config.init_from)
         self.model.to(ranks.device)
-        self.grams = {}  # calibrate's
-        self.packed = None  # what pack returned, if SIZE_CAP asked for the size
-        self.code_bytes = len(source.encode("utf-8"))
+        self.packed = None  # pack's
+        self.code = source.encode("utf-8")
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
@@ -1246,52 +1230,64 @@ class Run:
                 "OUT_DIR must be a folder that all of them see")
         self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
         self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
+        self.parallel = self.model
+        if ranks.world_size > 1:  # sends rank 0's weights to all; one exchange a step
+            torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
+            self.parallel = DDP(self.model, broadcast_buffers=False, gradient_as_bucket_view=True,
+                                bucket_cap_mb=1 << 20)
+
+    def on_signal(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
+            os._exit(128 + number)  # a second Ctrl-C; sys.exit would wait for other ranks
+        if not self.signals and self.ranks.rank == 0:
+            os.write(2, b"stopping after this step or validation; Ctrl-C again: at once\n")
+        self.signals.append((number, now))
+
+    def agree(self, *values: float) -> list[float]:
+        number = self.signals[0][0] if self.signals else 0
+        self.stop_signal, *largest = self.ranks.max(number, *values)
+        return largest
 
 def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step. If `agree`, near the cap, if steps are slow, and on every tenth, the ranks wait
-    for the device and agree on clock and signals. May raise FloatingPointError."""
+    """Count a step. Now and then, ranks agree on clock, signal and faults (FloatingPointError)."""
     run.step += 1
     run.time_ms += run.pace_ms
-    near_cap = run.time_ms > run.cap_ms - 20 * run.pace_ms
-    slow = run.pace_ms > 1000 or run.ranks.device.type == "cpu"
-    if not (agree or near_cap or slow or run.step % 10 == 0):
+    agree = agree or run.step % 10 == 0 or run.time_ms > run.cap_ms - 20 * run.pace_ms
+    if not (agree or run.pace_ms > 1000 or run.ranks.device.type == "cpu"):
         return
-    bad_step = int(run.first_bad)
+    steps_ago = run.step - int(run.first_bad) if run.first_bad >= 0 else 0
     if run.scaler.get_scale() < 2**-20:  # float16 skips a step that overflows, but not for ever
-        bad_step = run.step - 1
-    if bad_step >= 0:
-        token = run.loader.start(bad_step * run.loader.pieces)
-        run.log.event("nonfinite", step=bad_step + 1, token=token)
-        raise FloatingPointError(f"the loss or gradient of step:{bad_step + 1} is not finite, at "
-                                 f"training token {token}; lower the rates or set GRAD_CLIP_NORM=1")
-    old_step, old_ms = run.agreed
-    now_ms = run.ranks.now_ms() - run.zero_ms
-    run.time_ms, run.stop_signal = run.ranks.max(now_ms, max(run.signals, default=0))
-    run.pace_ms = (run.time_ms - old_ms) / (run.step - old_step)
+        steps_ago = 1
+    run.time_ms, steps_ago = run.agree(run.ranks.now_ms() - run.zero_ms, steps_ago)
+    if steps_ago:
+        bad = run.step - int(steps_ago) + 1
+        token = run.loader.start((bad - 1) * run.loader.pieces)
+        run.log.event("nonfinite", step=bad, token=token)
+        raise FloatingPointError(f"the loss or gradient of step:{bad} is not finite, at training "
+                                 f"token {token}; lower the rates or set GRAD_CLIP_NORM=1")
+    run.pace_ms = (run.time_ms - run.agreed[1]) / (run.step - run.agreed[0])
     run.agreed = (run.step, run.time_ms)
 
 def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
-    """Make one update at `factor` times the base learning rates, from the first `micro_batches` or
-    all. Returns the loss, a mean over the ranks, and the norm of the gradient: 0-d float32."""
+    """Make one update at `factor` times the base rates; return this rank's loss, and the norm."""
     config = run.config
     steps = config.muon_momentum_warmup_steps
     done = min(1.0, run.step / steps) if steps else 1.0
     momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-            if "momentum" in group:
-                group["momentum"] = momentum
+    for group in [group for optimizer in run.optimizers for group in optimizer.param_groups]:
+        group["lr"] = group["base_lr"] * factor
+        group["momentum"] = momentum  # Adam ignores it
     batches = run.loader.micro_batches(run.step)
     loss_sum = torch.zeros((), device=run.ranks.device)
-    for x, y in batches[:micro_batches]:
-        loss = run.model(x, y) * (1 / len(batches) / run.ranks.world_size)
+    for i, (x, y) in enumerate(batches[:micro_batches], 1):
+        run.parallel.require_backward_grad_sync = i == (micro_batches or len(batches))
+        loss = run.parallel(x, y) * (1 / len(batches))
         run.scaler.scale(loss).backward()
         loss_sum += loss.detach()
-    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    run.ranks.sum([*grads, loss_sum])
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
     norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
     if config.grad_clip_norm > 0:
@@ -1308,10 +1304,15 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
 def warm_up(run: Run) -> None:
     """Take WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
     steps = run.config.warmup_steps
+    if run.config.gptq_batches:  # what would fail at the end fails now
+        calibrate(run.model, run.loader.micro_batches(0)[:1], run.ranks)
     before = saved(state_of(run))
     for step in range(1, steps + 1):
         train_step(run, 1.0, micro_batches=1)
         run.log.line(f"warmup_step:{step}/{steps}")
+        run.agree()
+        if run.stop_signal:
+            break
     restore(run, read_archive(before))
     run.first_bad.fill_(-1)
 
@@ -1324,41 +1325,55 @@ def train(run: Run) -> None:
     config, log = run.config, run.log
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
-    run.zero_ms = run.ranks.now_ms() - run.time_ms
+    run.zero_ms = run.ranks.now_ms() - run.time_ms  # of Ranks.now_ms, at zero on the clock
     first_step = run.step
+    grams = {}
+    is_new = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scored
     while True:
         done = run.step >= config.iterations or run.time_ms >= run.cap_ms
         is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
-        if run.step > first_step and (is_saved or run.stop_signal):
+        if run.step > first_step and (is_saved or run.stop_signal) and run.ranks.rank == 0:
             save_checkpoint(run)
         if run.stop_signal:
             break
+        if done and is_new and run.ranks.rank == 0:  # before what can fail, and off the clock
+            start_ms = run.ranks.now_ms()
+            state = {name: t.cpu() for name, t in run.model.state_dict().items()}
+            write_whole(Path(config.out_dir, "final_model.pt"), saved(state))
+            run.zero_ms += run.ranks.now_ms() - start_ms
         if done and config.gptq_batches and run.loader:
-            run.grams = calibrate(run)
+            batches = (batch for i in range(config.gptq_batches)
+                       for batch in run.loader.micro_batches(run.step + i))
+            grams = calibrate(run.model, batches, run.ranks)
             run.time_ms = run.ranks.now_ms() - run.zero_ms
         if done or is_due(run.step, config.val_loss_every):
             paused_ms = run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0]
-            loss, bpb, _ = evaluate(run)
-            log.line(f"step:{run.step}/{config.iterations} val_loss:{loss:.4f} val_bpb:{bpb:.4f} "
-                     f"train_time:{run.time_ms:.0f}ms "
+            score = evaluate(run)
+            log.line(f"step:{run.step}/{config.iterations} val_loss:{score['val_loss']:.4f} "
+                     f"val_bpb:{score['val_bpb']:.4f} train_time:{run.time_ms:.0f}ms "
                      f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
-            log.event("val", step=run.step, val_loss=loss, val_bpb=bpb, train_time_ms=run.time_ms)
-            if config.size_cap and run.ranks.rank == 0 and run.loader:  # seen early
-                run.packed = pack(run.model.state_dict(), config, run.grams)
-                size = len(run.packed[0]) + run.code_bytes
+            log.event("val", step=run.step, train_time_ms=run.time_ms, **score)
+            if is_new and run.ranks.rank == 0 and (done or config.size_cap):  # seen early
+                run.packed = pack(run.model.state_dict(), config, grams)
+                size = len(run.packed[0]) + len(run.code)
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
-                log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
+                if config.size_cap:
+                    log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
             run.zero_ms += run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0] - paused_ms
+            if not done:
+                run.agree()
         if done:
             break
+        if run.stop_signal:
+            continue  # to the checkpoint
         loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
         step = run.step + 1
         log_this = step <= 10 or is_due(step, config.train_log_every)
         pauses = is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)
         advance_clock(run, agree=log_this or pauses or step == config.iterations)
         if log_this or run.time_ms >= run.cap_ms:
-            log_step(run, loss.item(), norm.item())
+            log_step(run, run.ranks.sum(loss).item() / run.ranks.world_size, norm.item())
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
@@ -1405,8 +1420,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     tokens = round(config.train_batch_tokens / least) * least
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
-    limits = {"cpu": (1 << 21) // width,  # activations of 2 MB stay in its cache
-              "mps": length}  # its attention stores all scores
+    limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
     if device == "cuda":  # by peaks on an H100; compiled, activations take up to 35 % of its memory
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
@@ -1414,12 +1428,12 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[device]
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
-    new_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
             f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
-    return replace(config, device=device, run_id=config.run_id or new_id,
+    return replace(config, device=device, run_id=run_id,
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
@@ -1428,7 +1442,7 @@ def announce(run: Run, overrides: dict) -> None:
     """Log the data, the model and the settings, in the lines that the published trainer prints."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    backends = " ".join(f"{name}={c.attn.removesuffix('3') in name}" for name in SDPA)
+    backends = " ".join(f"{name}={c.attn in name}" for name in SDPA)
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
@@ -1462,19 +1476,19 @@ def main() -> None:
     try:
         run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
         if run.loader:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda number, frame: run.signals.append(number))
+            signal.signal(signal.SIGTERM, run.on_signal)
+            signal.signal(signal.SIGINT, run.on_signal)
             warm_up(run)
         train(run)
         if not run.stop_signal:
-            export(run, source.encode("utf-8"))
+            export(run)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"train_gpt.py: {error}")
     except RuntimeError as error:
-        text = f"train_gpt.py: {error}"
-        if "out of memory" not in text and "t allocate memory" not in text:
+        if "out of memory" not in str(error) and "t allocate memory" not in str(error):
             raise
-        sys.exit(f"{text:.400}\nTo save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+        sys.exit(f"train_gpt.py: {str(error):.400}\n"
+                 "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ band from the smallest to the largest. A resumed run starts with the steps in it
 """
 
 import argparse
+import glob
 import io
 import json
 import math
@@ -107,6 +108,13 @@ def json_events(lines: list[str]) -> list[dict]:
     return events
 
 
+def older_logs(path: Path) -> list[Path]:
+    """Return the logs that the trainer renamed to NAME.TIME.jsonl (or .txt), the oldest first. TIME, in ns, has
+    many digits: the log of the run "wd0.05" is not one of "wd0"."""
+    found = path.parent.glob(f"{glob.escape(path.stem)}.*{path.suffix}")
+    return sorted(other for other in found if re.fullmatch(r"\.\d{10,}", other.stem.removeprefix(path.stem)))
+
+
 def read_events(path: Path) -> list[dict]:
     """Return the events of a log of either kind. A .jsonl log of a resumed run takes its earlier steps from
     the older logs, which the trainer renamed to NAME.*.jsonl. If both have a step, the newer one counts."""
@@ -117,7 +125,7 @@ def read_events(path: Path) -> list[dict]:
         return list(text_events(lines[after_source:]))
     events = json_events(lines)
     resumed = resume_step(events)
-    older_paths = sorted(path.parent.glob(f"{path.stem}.*.jsonl"))  # their names have the time
+    older_paths = older_logs(path)
     while resumed and older_paths:
         older = json_events(older_paths.pop().read_text(encoding="utf-8").splitlines())
         steps = [event for event in older if event["event"] in QUANTITIES and event["step"] <= resumed]

@@ -104,13 +104,13 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path) -> dict[st
 
 def phases_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
-    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; Muon's
-    all-gather counts as part of the optimizer."""
+    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; the
+    backward contains the exchange of gradients, the optimizer Muon's all-gather."""
     sys.path.insert(0, str(ROOT))
     import torch
     import train_gpt
     plain_step = train_gpt.train_step
-    spent_ms = dict.fromkeys(("load", "forward", "backward", "synchronise", "optimizer"), 0.0)
+    spent_ms = dict.fromkeys(("load", "forward", "backward", "optimizer"), 0.0)
 
     def measure_calls(phase: str, owner, name: str, ranks) -> None:
         function = getattr(owner, name)
@@ -127,7 +127,6 @@ def phases_worker(skip: int, output: str) -> None:
             measure_calls("load", run.loader, "batch", run.ranks)
             measure_calls("forward", type(run.model), "__call__", run.ranks)
             measure_calls("backward", torch.Tensor, "backward", run.ranks)
-            measure_calls("synchronise", train_gpt.Ranks, "sum", run.ranks)
             for optimizer in run.optimizers:
                 measure_calls("optimizer", optimizer, "step", run.ranks)
         result = plain_step(run, *args, **kwargs)

@@ -64,7 +64,7 @@ def copy_run(folder: Path, run_id: str) -> None:
     for source, ending in ((text, ".log"), (log, ".jsonl")):
         shutil.copy(source, folder / (name + ending))
         if "resume" in last:
-            for older in sorted(source.parent.glob(f"{run_id}.*{source.suffix}")):
+            for older in plot.older_logs(source):
                 part = older.name.removeprefix(run_id).removesuffix(source.suffix)
                 shutil.copy(older, folder / (name + part + ending))
     script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]

@@ -110,5 +110,5 @@ def test_two_commits_are_compared_and_phases_are_timed():
     before, after, ratio = numbers["training, tokens/s"]
     assert ratio == pytest.approx(after / before, abs=0.01)
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
-    assert list(times_ms) == ["load", "forward", "backward", "synchronise", "optimizer"]
-    assert 0 < float(times_ms["forward"]) < 10_000 and float(times_ms["synchronise"]) < 1
+    assert list(times_ms) == ["load", "forward", "backward", "optimizer"]
+    assert 0 < float(times_ms["forward"]) < 10_000

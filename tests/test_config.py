@@ -90,12 +90,25 @@ def test_bad_arguments_name_what_would_work(argument, wanted):
 
 
 @pytest.mark.parametrize("name, meant", [
-    ("MATRX_LR", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("TRAIN_SEQLEN", "TRAIN_SEQ_LEN"), ("SEEDS", "SEED"),
+    ("MATRX_LR", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("TRAIN_SEQLEN", "TRAIN_SEQ_LEN"), ("SEED_", "SEED"),
     ("WARMUP_STEP", "WARMUP_STEPS"), ("ITERATION", "ITERATIONS"), ("MAX_WALL_CLOCK_SECONDS", "MAX_WALLCLOCK_SECONDS"),
 ])
 def test_a_misspelt_name_in_the_environment_stops_the_run(name, meant):
     with pytest.raises(ValueError, match=f"{name}='1'.*did you mean {meant}"):
         train_gpt.load_config([], {name: "1"})
+
+
+@pytest.mark.parametrize("name", ["DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"])
+def test_names_that_other_programs_export_only_warn(name, capsys):
+    config, _ = train_gpt.load_config([], {name: "1"})
+    assert config == train_gpt.Config()
+    assert f"warning: {name}='1' (environment) is not a variable of this script; did you mean " in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"{name}='1' .argument. is not a variable"):
+        train_gpt.load_config([f"{name}=1"], {})
+
+
+def test_the_older_name_of_a_kernel_is_read():
+    assert train_gpt.load_config(["ATTN=blocks"], {})[0].attn == "tiled"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

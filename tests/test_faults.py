@@ -139,11 +139,86 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     path = checkpoints(checkpointed)[0]
     with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9$"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, MATRIX_LR=0.03, BETA2=0.9)
-    with pytest.raises(SystemExit, match="ITERATIONS was 9 and is 12"):
-        tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, ITERATIONS=12)
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
+
+
+def test_a_resumed_run_can_be_made_longer_and_says_so(checkpointed, tmp_path, monkeypatch, data, capsys):
+    path = checkpoints(checkpointed)[0]
+    log = tiny_run(monkeypatch, tmp_path / "longer", data, RESUME=path, ITERATIONS=12)
+    assert [e["step"] for e in log if e["event"] == "train"] == list(range(4, 13))
+    out = capsys.readouterr().out
+    assert "\nthe schedule changes from here on: ITERATIONS was 9 and is 12\n" in out
+    with pytest.raises(SystemExit, match="step 3 after .* ms is not in this run"):
+        tiny_run(monkeypatch, tmp_path / "shorter", data, RESUME=path, ITERATIONS=2)
+    tiny_run(monkeypatch, tmp_path / "same", data, RESUME=path)
+    assert "the schedule changes" not in capsys.readouterr().out
+
+
+# ---- The end of a run -----------------------------------------------------------------------------
+
+
+def test_the_floats_are_on_disk_before_calibration_begins(tmp_path, monkeypatch, data):
+    def calibrate(model, batches, ranks, calls=[]):
+        calls.append(1)
+        if len(calls) == 1:  # before the warm-up
+            return {}
+        raise RuntimeError("no calibration today")
+
+    monkeypatch.setattr(train_gpt, "calibrate", calibrate)
+    with pytest.raises(RuntimeError, match="no calibration today"):
+        tiny_run(monkeypatch, tmp_path, data, GPTQ_BATCHES=1)
+    monkeypatch.undo()
+    tiny_run(monkeypatch, tmp_path / "whole", data)
+    assert (tmp_path / "final_model.pt").read_bytes() == (tmp_path / "whole" / "final_model.pt").read_bytes()
+
+
+@pytest.mark.parametrize("damage", [float("nan"), -1.0])
+def test_a_factorisation_that_fails_ends_in_rounding_to_nearest(tmp_path, monkeypatch, data, damage, capsys):
+    settings = dict(EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100)
+    collected, name = train_gpt.calibrate, "blocks.1.mlp.fc.weight"
+
+    def calibrate(*arguments):
+        grams = collected(*arguments)
+        return {**grams, name: grams[name] * damage}
+
+    def values(folder):
+        return torch.load(io.BytesIO(zlib.decompress((folder / "final_model.int8.ptz").read_bytes())), weights_only=True)
+
+    tiny_run(monkeypatch, tmp_path / "nearest", data, **settings)
+    monkeypatch.setattr(train_gpt, "calibrate", calibrate)
+    log = tiny_run(monkeypatch, tmp_path / "gptq", data, GPTQ_BATCHES=1, **settings)
+    assert log[-1]["event"] == "final" and log[-2]["not_calibrated"] == [name]
+    assert f"warning: not GPTQ, but rounded to nearest: ['{name}']" in capsys.readouterr().out
+    nearest, gptq = values(tmp_path / "nearest")["quantized"], values(tmp_path / "gptq")["quantized"]
+    assert torch.equal(nearest[name], gptq[name])
+    assert not torch.equal(nearest["blocks.0.mlp.fc.weight"], gptq["blocks.0.mlp.fc.weight"])
+
+
+@pytest.mark.slow
+def test_all_ranks_begin_with_the_weights_of_the_first(tmp_path, data):
+    """The second rank finds another file under INIT_FROM."""
+    results = []
+    for name, other in (("same", 0), ("different", 1)):
+        (tmp_path / name).mkdir()
+        for number in (0, 1):
+            torch.manual_seed(number)
+            torch.save(train_gpt.GPT(tiny_config()).state_dict(), tmp_path / name / f"init{number}.pt")
+        (tmp_path / name / "driver.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import train_gpt
+sys.argv.append("INIT_FROM=init" + str({other} * int(os.environ["RANK"])) + ".pt")
+train_gpt.main()
+""")
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py",
+             *tiny_arguments(data, RUN_ID="run")], cwd=tmp_path / name, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False, timeout=120)
+        assert result.returncode == 0, result.stderr
+        results.append((losses(events(tmp_path / name, "run")), artifacts(tmp_path / name)))
+    assert results[0] == results[1]
 
 
 def test_the_clock_goes_on_and_the_export_can_be_done_again(checkpointed, tmp_path, monkeypatch, data):
@@ -185,7 +260,7 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
-    refused({"format": 1}, "it has format 1, but this train_gpt.py reads 3; resume it with the script that wrote it")
+    refused({"format": 1}, "it has format 1, not 3: resume it with the script that wrote it")
     refused({"time_ms": float("nan")}, "step 3 after nan ms is not in this run")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "does not fit this run")
     refused({"model": {**state["model"], name: torch.zeros(3)}}, f"size mismatch for {name}|{name}.*expected torch.Tensor")
@@ -233,7 +308,7 @@ def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, num
             break
     process.send_signal(number)
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == code and not errors, errors
+    assert process.returncode == code and errors.startswith("stopping after this step"), errors
     found = re.search(rf"stopped: signal {int(number)} after step:(\d+); set RESUME=auto", out)
     assert read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
 
@@ -266,7 +341,7 @@ train_gpt.main()
 
 def test_a_signal_in_the_last_validation_does_not_keep_the_model_from_its_export(tmp_path, monkeypatch, data):
     def evaluate(run, scored=train_gpt.evaluate):
-        run.signals += [int(signal.SIGTERM)] * (run.step == 9)
+        run.signals += [(int(signal.SIGTERM), 0.0)] * (run.step == 9)
         return scored(run)
 
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
@@ -297,6 +372,70 @@ def test_checkpoints_of_a_clock_that_was_ahead(tmp_path, monkeypatch, data):
     os.utime(*checkpoints(tmp_path), (later, later))
     tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=4, KEEP_CHECKPOINTS=1, SEED=7)
     assert read_checkpoint(*checkpoints(tmp_path))["config"]["seed"] == 7
+
+
+def stop_at(monkeypatch, steps):
+    """A signal that comes in the validation before one of these steps."""
+    def evaluate(run, scored=train_gpt.evaluate):
+        run.on_signal(signal.SIGTERM, None) if run.step in steps else None
+        return scored(run)
+
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_signal_in_a_validation_ends_the_run_before_the_next_step(tmp_path, monkeypatch, data, step):
+    stop_at(monkeypatch, [step])
+    with pytest.raises(SystemExit, match="143"):
+        tiny_run(monkeypatch, tmp_path, data)
+    assert [e["step"] for e in events(tmp_path, "run") if e["event"] == "train"] == list(range(1, step + 1))
+    assert [path.stem for path in checkpoints(tmp_path)] == [f"run_{step:08d}"] * (step > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_warm_up_ends_it(tmp_path, data, ranks):
+    """With two ranks, only the second one gets it."""
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import train_gpt
+step, taken = train_gpt.train_step, []
+def signalled(run, factor, **more):
+    taken.append(1)
+    if len(taken) == 3 and run.ranks.rank == {ranks - 1}:
+        os.kill(os.getpid(), 2)
+    return step(run, factor, **more)
+train_gpt.train_step = signalled
+train_gpt.main()
+""")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    result = subprocess.run(
+        [sys.executable, *launcher, "driver.py", *tiny_arguments(data, RUN_ID="run", WARMUP_STEPS=100)],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 130 or (ranks == 2 and "exitcode  : 130" in result.stderr), result.stderr
+    assert "warmup_step:3/100" in result.stdout and "warmup_step:4/100" not in result.stdout
+    assert "stopped: signal 2 after step:0" in result.stdout and not checkpoints(tmp_path)
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, data):
+    """But not within a second of the first one, since launchers repeat signals."""
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+import train_gpt
+def slow(run, factor, **more):
+    for wait in (0, 0.2, 1.3):
+        time.sleep(wait)
+        os.kill(os.getpid(), 2)
+        print(f"survived after {{wait}}", flush=True)
+train_gpt.train_step = slow
+train_gpt.main()
+""")
+    result = subprocess.run([sys.executable, "driver.py", *tiny_arguments(data)], cwd=tmp_path, capture_output=True, text=True,
+                            check=False, timeout=60)
+    assert result.returncode == 130 and result.stderr.count("stopping after this step or validation") == 1
+    assert "survived after 0.2" in result.stdout and "survived after 1.3" not in result.stdout
 
 
 # ---- Loss and gradients that are not finite -------------------------------------------------------

@@ -98,7 +98,7 @@ def attention_differences(config: train_gpt.Config, device: torch.device) -> dic
     for which it does not run."""
     expected = train_gpt.try_attention("math", config, device)
     outcomes = {}
-    for kernel in ("flash", "flash3", "cudnn", "efficient"):
+    for kernel in ("flash", "cudnn", "efficient"):
         try:
             results = train_gpt.try_attention(kernel, config, device)
         except (RuntimeError, ImportError, AttributeError) as error:

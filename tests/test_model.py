@@ -1,8 +1,6 @@
 """The model: what it must not see, the shapes and values that checkpoints agree on, its arithmetic."""
 
-import importlib
 import math
-import sys
 
 import pytest
 import torch
@@ -152,7 +150,7 @@ def reference_logits(model, tokens):
 @pytest.mark.parametrize("changes", [
     dict(num_layers=5), dict(num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=False),
     dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0),
-    dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="blocks"),
+    dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="tiled"),
     dict(num_layers=3, num_heads=4, num_kv_heads=2, **SWITCHES), dict(shift_keys=True)])
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
@@ -215,80 +213,44 @@ def attention_and_gradients(kernel, q, k, v, dy):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 61, 128, 130])  # four blocks, even, uneven or fewer
-def test_attention_by_blocks_computes_what_the_math_kernel_does(kv_heads, length):
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 61, 128, 130])  # four tiles, even, uneven or fewer
+def test_tiled_attention_computes_what_the_math_kernel_does(kv_heads, length):
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, length, 16).bfloat16().float() for heads in (4, kv_heads, kv_heads, 4)]
     wanted = attention_and_gradients("math", *inputs)
-    torch.testing.assert_close(attention_and_gradients("blocks", *inputs), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention_and_gradients("tiled", *inputs), wanted, rtol=1e-5, atol=1e-5)
     rounding = 0.001 * inputs[3].norm() if length == 1 else 0.0  # one token's queries and keys have no gradient
-    for found, right in zip(attention_and_gradients("blocks", *[t.bfloat16() for t in inputs]), wanted, strict=True):
+    for found, right in zip(attention_and_gradients("tiled", *[t.bfloat16() for t in inputs]), wanted, strict=True):
         assert found.dtype == torch.bfloat16 and (found.float() - right).norm() <= 0.02 * right.norm() + rounding
 
 
-def test_gradients_by_blocks_are_causal():
+def test_gradients_by_tiles_are_causal():
     """Those of queries do not depend on later keys, those of keys and values not on earlier queries, however large."""
     torch.manual_seed(0)
     q, k, v, dy = torch.randn(4, 1, 2, 61, 8).unbind()
-    _, dq, dk, dv = attention_and_gradients("blocks", q, k, v, dy)
+    _, dq, dk, dv = attention_and_gradients("tiled", q, k, v, dy)
     for t in (0, 20, 31, 59):
         later = torch.arange(61)[:, None] > t
         other_k, other_v = torch.where(later, 1000 * v, k), torch.where(later, 1000 * k, v)
-        other = attention_and_gradients("blocks", q, other_k, other_v, dy)
+        other = attention_and_gradients("tiled", q, other_k, other_v, dy)
         assert torch.equal(other[1][:, :, :t + 1], dq[:, :, :t + 1]) and not torch.equal(other[1], dq)
         other_q, other_dy = torch.where(later, q, 1000 * k), torch.where(later, dy, 1000 * q)
-        other = attention_and_gradients("blocks", other_q, k, v, other_dy)
+        other = attention_and_gradients("tiled", other_q, k, v, other_dy)
         for before, after in ((dk, other[2]), (dv, other[3])):
             assert torch.equal(after[:, :, t + 1:], before[:, :, t + 1:]) and not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(train_seq_len=128), "blocks"), (dict(train_seq_len=1024), "blocks"), (dict(train_seq_len=2048), "flash"),
-    (dict(compile="0"), "flash"), (dict(dtype="float32"), "flash"), (dict(compile="0", attn="blocks"), "blocks")])
-def test_attention_by_blocks_is_for_compiled_models_in_bfloat16_with_short_rows(changes, wanted):
+    (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), "flash"),
+    (dict(compile="0"), "flash"), (dict(dtype="float32"), "flash"), (dict(compile="0", attn="tiled"), "tiled")])
+def test_tiled_attention_is_for_compiled_models_in_bfloat16_with_short_rows(changes, wanted):
     config = tiny_config(**{"attn": "auto", "compile": "1", "dtype": "bfloat16", **changes})
     assert train_gpt.choose_attention(config, CPU) == wanted
 
 
-@pytest.mark.parametrize("missing", ["flash_attn_interface", "activate_flash_attention_impl", "FA3"])
-def test_flash3_without_its_package_or_in_an_older_pytorch(monkeypatch, missing):
-    """ATTN=flash3 is an error that names what is missing; ATTN=auto uses cuDNN on Hopper."""
-    attention, real, tried = torch.nn.attention, train_gpt.try_attention, []
-    if missing == "flash_attn_interface":
-        monkeypatch.setitem(sys.modules, missing, None)
-        monkeypatch.setattr(attention, "activate_flash_attention_impl",
-                            lambda implementation: importlib.import_module(missing), raising=False)
-    elif missing == "FA3":  # PyTorch 2.10 knows FA4 only
-        def refuse(implementation):
-            raise ValueError(f"Unknown flash attention impl '{implementation}'")
-        monkeypatch.setattr(attention, "activate_flash_attention_impl", refuse, raising=False)
-    else:
-        monkeypatch.delattr(attention, missing, raising=False)
-    with pytest.raises(ValueError, match=f"ATTN=flash3 does not run float32 heads .*: .*{missing}.*; try ATTN=auto"):
-        train_gpt.choose_attention(tiny_config(attn="flash3"), CPU)
-
-    def stand_in(kernel, config, device):
-        tried.append(kernel)
-        return real(kernel, config, CPU) if kernel == "flash3" else [torch.ones(2)]
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(train_gpt, "try_attention", stand_in)
-    assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == "cudnn"
-    assert tried == ["math", "flash3", "cudnn"]
-
-
-def test_flash3_is_activated_and_uses_the_switch_of_flash(monkeypatch):
-    activated = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
-    assert train_gpt.choose_attention(tiny_config(attn="flash3"), CPU) == "flash3"
-    flags = torch.backends.cuda
-    assert activated == ["FA3"] and flags.flash_sdp_enabled()
-    assert not (flags.cudnn_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled())
-
-
 @pytest.mark.parametrize("capability, first", [
-    ((9, 0), "flash3"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
-def test_flash3_comes_first_on_hopper_only(monkeypatch, capability, first):
+    ((9, 0), "cudnn"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
+def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
     tried = []
 
     def stand_in(kernel, config, device):

@@ -134,12 +134,14 @@ def test_a_band_ends_where_the_first_of_its_runs_does(tmp_path):
 
 
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
-    write_events(tmp_path / "run.20260101-000000-abcdef.jsonl", steps=(1, 2, 3, 4, 5), final=False, shift=9)
+    write_events(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5), final=False, shift=9)
     run = plot.read_run(str(write_events(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)))
     assert run.train["step"] == [1, 2, 3, 4, 5, 6] and run.train["loss"] == [13, 12, 11, 1, 0, -1]
     assert run.val["step"] == [2, 4, 6] and len({len(values) for values in run.train.values()}) == 1
     repeated = write_events(tmp_path / "run.jsonl", steps=(3, 4), resume=2).read_text().splitlines()
     validation = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # on resuming
+    write_events(tmp_path / "run.05.jsonl", steps=(1, 2, 3, 4, 5), final=False)  # of the run "run.05"
+    assert plot.older_logs(tmp_path / "run.jsonl") == [tmp_path / "run.1767225600000000000.jsonl"]
     (tmp_path / "run.jsonl").write_text("\n".join([*repeated[:2], json.dumps(validation), *repeated[2:]]))
     run = plot.read_run(str(tmp_path / "run.jsonl"))
     assert run.val["step"] == [2, 4] and run.val["loss"][0] == 7 and run.train["step"] == [1, 2, 3, 4]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import REPOSITORY, events, loader_of, make_shards, run_here, tiny_arguments, tiny_config
+from conftest import REPOSITORY, events, make_shards, run_here, tiny_arguments, tiny_config
 from test_model import SWITCHES, trained_like
 from test_optim import make_run
 
@@ -49,9 +49,9 @@ def test_windows_score_every_token_once_with_the_longest_context(length, stride)
         new = stop - scored
         total += F.cross_entropy(logits[-new:], window[-new:], reduction="sum").item()
         scored += new
-    loss, bpb, _ = train_gpt.evaluate(run, length, stride)
-    assert loss == pytest.approx(total / 224, rel=1e-5)
-    assert bpb == pytest.approx(total / math.log(2) / 1000, rel=1e-5)
+    score = train_gpt.evaluate(run, length, stride)
+    assert score["val_loss"] == pytest.approx(total / 224, rel=1e-5)
+    assert score["val_bpb"] == pytest.approx(total / math.log(2) / 1000, rel=1e-5)
 
 
 def test_warmdown_as_a_fraction_of_the_time_or_of_the_steps():
@@ -129,8 +129,7 @@ def test_calibration_sums_the_inputs_of_each_matrix(tied):
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
     batches = torch.randint(0, 260, (2, 32, 33), generator=torch.Generator().manual_seed(0))
-    run.loader = loader_of(run.config, lambda step: (batches[step, :, :-1], batches[step, :, 1:]))
-    grams = train_gpt.calibrate(run)
+    grams = train_gpt.calibrate(run.model, [(part[:, :-1], part[:, 1:]) for part in batches], run.ranks)
     head = "tok_emb.weight" if tied else "lm_head.weight"
     matrices = {name for name, p in run.model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}
     assert grams.keys() == matrices | {head}
@@ -151,7 +150,8 @@ def test_huffmans_file_is_as_small_as_its_entropy_allows_and_is_read_like_the_ot
     files = {}
     for coder in ("zlib", "huffman"):
         config = train_gpt.replace(config, export_coder=coder)
-        data, payload, raw_bytes = train_gpt.pack(model.state_dict(), config)
+        data, about = train_gpt.pack(model.state_dict(), config)
+        payload, raw_bytes = about["payload_bytes"], about["raw_bytes"]
         assert len(zlib.decompress(data)) == raw_bytes > payload
         files[coder] = data
         (tmp_path / coder).write_bytes(data)

@@ -126,9 +126,8 @@ sys.path.insert(0, {str(train_gpt.Path(train_gpt.__file__).parent)!r})
 import train_gpt
 torch.set_num_threads(6)
 ranks = train_gpt.start_ranks(train_gpt.Config(device="cpu"))
-parts = [torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16), torch.tensor(ranks.rank + 2**-20)]
-ranks.sum(parts)
-print(torch.get_num_threads(), parts[0][:, 0].tolist(), parts[1].item() == 1 + 2**-19, ranks.max(ranks.rank, -1.0))
+total = ranks.sum(torch.full((2, 3), ranks.rank + 0.5, dtype=torch.bfloat16))
+print(torch.get_num_threads(), total[:, 0].tolist(), ranks.max(ranks.rank, -1.0))
 torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # imports the rest of PyTorch
 train_gpt.dist.destroy_process_group()
 # A thread of gloo that is alive when Python ends can abort the process.
@@ -140,7 +139,7 @@ print(sum("gloo" in comm.read_text() for comm in train_gpt.Path("/proc/self/task
     ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={
         **clean, "RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for i in range(2)]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [2.0, 2.0] True [1.0, -1.0]\n0\n"] * 2
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["3 [2.0, 2.0] [1.0, -1.0]\n0\n"] * 2
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def tiny_variables() -> dict:
 
 
 @pytest.mark.parametrize("changes", [{}, SWITCHES, dict(shift_keys=True), dict(tie_embeddings=False, num_layers=1),
-                                     dict(attn="blocks"), dict(attn="flash")])
+                                     dict(attn="tiled"), dict(attn="flash")])
 @pytest.mark.parametrize("first", [1, 7, 32])
 def test_cached_and_uncached_logits_agree(changes, first):
     model = trained_like(tiny_config(**{"num_heads": 4, "num_kv_heads": 2, "num_layers": 3, **changes}))
