@@ -403,8 +403,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 class TokenLoader:
-    """The training shards as one endless sequence. What a step reads follows from its number:
-    pieces, each one token longer than its inputs; with LOADER=shuffled, rows in random order."""
+    """The training shards as one endless sequence. What a step reads follows from its number."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
         self.ranks = ranks
@@ -420,7 +419,7 @@ class TokenLoader:
         self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
         self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
         self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
-        self.pieces = config.train_batch_tokens // self.length  # of a step, all ranks
+        self.pieces = config.train_batch_tokens // self.length  # of a step; spans or shuffled rows
         self.step_tokens = self.pieces * self.stride
         self.batch(0)  # shards of another vocabulary are found before training
 
@@ -483,8 +482,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
-            # A space that the tokenizer prepends to a text is not counted.
-            if model.encode("a", out_type=str)[0].startswith("\u2581"):
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # before a text
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
             vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -506,8 +504,8 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     return kind, table, np.array(boundary or [False] * len(lengths))
 
 def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
-    """The tokenizer's kind; the validation tokens, uint16, full rows and one token; the UTF-8 bytes
-    of the targets; the SHA-256 that the manifest states. Raises ValueError if its counts differ."""
+    """The tokenizer's kind; tokens, uint16, full rows and one token; UTF-8 bytes of the targets;
+    the manifest's SHA-256 of the shards. Raises ValueError if the manifest's counts differ."""
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
@@ -693,9 +691,8 @@ class GPT(nn.Module):
         if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
-            # The baseline keeps the table in bfloat16; small updates and decay would vanish there.
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
-                self.tok_emb.bfloat16()
+                self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
         # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
@@ -1031,8 +1028,7 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
     wanted = model.state_dict()
     limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
     try:
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)
+        data = np.fromfile(path, np.uint8, limit + 1).tobytes()
         require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
         if not data.startswith(b"PK"):  # torch.save writes zip archives
             inflater = zlib.decompressobj()
@@ -1288,8 +1284,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    # An overflow, which float16 skips, may be NaN here; clipping must not spread it.
-    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # overflow
     if config.grad_clip_norm > 0:
         nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
     watched = loss_sum if config.dtype == "float16" else loss_sum + norm
@@ -1487,7 +1482,7 @@ def main() -> None:
     except RuntimeError as error:
         if "out of memory" not in str(error) and "t allocate memory" not in str(error):
             raise
-        sys.exit(f"train_gpt.py: {str(error):.400}\n"
+        sys.exit(f"train_gpt.py: {error!s:.400}\n"
                  "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left

@@ -71,7 +71,8 @@ def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) ->
     eval_s = latest["final"]["eval_time_ms"] / 1000
     result = {"tokens_per_s": 1000 * tokens / (last["train_time_ms"] - clock_ms[skip]),
               "val_tokens_per_s": val_tokens / eval_s,
-              "export_s": seconds["final_int8_zlib_roundtrip"] - seconds["peak"] - eval_s,
+              "export_s": seconds["final_int8_zlib_roundtrip"] - seconds[f"step:{last['step']}/{settings['ITERATIONS']}"]
+              - eval_s,
               "start_s": seconds[f"step:1/{settings['ITERATIONS']}"] - clock_ms[1] / 1000,
               "artifact_bytes": latest["export"]["artifact_bytes"]}
     if settings["DEVICE"] == "cuda":

@@ -37,7 +37,7 @@ HEADER = ("| GPUs | tokens per step | MB reduced + gathered | link | ms | share 
 def payloads(config: train_gpt.Config, ranks: int) -> tuple[int, int]:
     """Return the bytes of a step's all-reduce, and of what the all-gathers give each rank."""
     model = train_gpt.GPT(config)
-    reduced = 4 * (sum(p.numel() for p in model.parameters()) + 1)  # the gradients in float32, and the loss
+    reduced = sum(p.numel() * p.element_size() for p in model.parameters())  # the gradients
     shapes = Counter(p.shape for name, p in model.named_parameters()
                      if p.ndim == 2 and name.startswith("blocks.") and not train_gpt.matches(name, train_gpt.CONTROL))
     gathered = sum(2 * math.ceil(count / ranks) * ranks * shape.numel() for shape, count in shapes.items())
