@@ -482,7 +482,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
-            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # before a text
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # added, not text
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
             vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -700,7 +700,7 @@ class GPT(nn.Module):
         self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
-        """The last block's output (B, T, D). One dict a block, kept, goes on token by token."""
+        """The last block's output (B, T, D). To add tokens, pass `caches` again, a dict per block."""
         caches = caches or [None] * len(self.blocks)
         seen = caches[0]["k"].size(2) if caches[0] else 0
         end = seen + tokens.size(1)
@@ -1246,7 +1246,7 @@ class Run:
         return largest
 
 def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step. Now and then, ranks agree on clock, signal and faults (FloatingPointError)."""
+    """Count a step; now and then, agree on clock, signals and faults (FloatingPointError)."""
     run.step += 1
     run.time_ms += run.pace_ms
     agree = agree or run.step % 10 == 0 or run.time_ms > run.cap_ms - 20 * run.pace_ms
