@@ -700,7 +700,7 @@ class GPT(nn.Module):
         self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
-        """The last block's output (B, T, D). To add tokens, pass `caches` again, a dict per block."""
+        """The last block's output (B, T, D). To add tokens, pass `caches` again, a dict a block."""
         caches = caches or [None] * len(self.blocks)
         seen = caches[0]["k"].size(2) if caches[0] else 0
         end = seen + tokens.size(1)
