@@ -1486,6 +1486,8 @@ def main() -> None:
                  "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
     if dist.is_initialized():
         dist.barrier()  # gloo aborts in a rank whose peer has left
+        del run.parallel  # it keeps threads of gloo alive, which can abort Python's end
+        gc.collect()
         dist.destroy_process_group()
     if run.stop_signal:
         sys.exit(128 + int(run.stop_signal))

@@ -211,6 +211,8 @@ sys.path.insert(0, {str(REPOSITORY)!r})
 import train_gpt
 sys.argv.append("INIT_FROM=init" + str({other} * int(os.environ["RANK"])) + ".pt")
 train_gpt.main()
+# A thread of gloo that is alive when Python ends can abort the process.
+assert not any("gloo" in comm.read_text() for comm in train_gpt.Path("/proc/self/task").glob("*/comm"))
 """)
         result = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py",
