@@ -57,8 +57,8 @@ OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_W
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
 SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH"}  # clusters and containers set these, and
-PERHAPS_FOREIGN = {"DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"}  # these, or a user errs
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH"}  # clusters and containers set these
+PERHAPS_FOREIGN = {"DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"}  # or these
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -482,7 +482,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
-            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # added, not text
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
             vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -836,7 +836,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW for all. Vectors do not decay."""
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). No vector decays."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -878,7 +878,7 @@ def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
-    """Score what is new in each window of `length` tokens; windows move by `stride` (0: length)."""
+    """Score what is new in windows of `length` tokens (0: a row), moved by `stride` (0: length)."""
     start_ms = run.ranks.now_ms()
     config, ranks = run.config, run.ranks
     count = len(run.val_tokens) - 1
@@ -1252,7 +1252,8 @@ def advance_clock(run: Run, agree: bool) -> None:
     agree = agree or run.step % 10 == 0 or run.time_ms > run.cap_ms - 20 * run.pace_ms
     if not (agree or run.pace_ms > 1000 or run.ranks.device.type == "cpu"):
         return
-    steps_ago = run.step - int(run.first_bad) if run.first_bad >= 0 else 0
+    first_bad = int(run.first_bad)  # waits for the device
+    steps_ago = run.step - first_bad if first_bad >= 0 else 0
     if run.scaler.get_scale() < 2**-20:  # float16 skips a step that overflows, but not for ever
         steps_ago = 1
     run.time_ms, steps_ago = run.agree(run.ranks.now_ms() - run.zero_ms, steps_ago)
@@ -1284,7 +1285,7 @@ def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tup
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # overflow
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
     if config.grad_clip_norm > 0:
         nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
     watched = loss_sum if config.dtype == "float16" else loss_sum + norm

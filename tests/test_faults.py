@@ -379,7 +379,8 @@ def test_checkpoints_of_a_clock_that_was_ahead(tmp_path, monkeypatch, data):
 def stop_at(monkeypatch, steps):
     """A signal that comes in the validation before one of these steps."""
     def evaluate(run, scored=train_gpt.evaluate):
-        run.on_signal(signal.SIGTERM, None) if run.step in steps else None
+        if run.step in steps:
+            run.on_signal(signal.SIGTERM, None)
         return scored(run)
 
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
