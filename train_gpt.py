@@ -49,6 +49,7 @@ POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 
          (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
 CHECKPOINT_FORMAT = 3
+NEVER = 1 << 60  # later than any step
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
 REPEATING = ("tiled", "efficient", "math")  # kernels that need keys and values for each query head
 # Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
@@ -105,6 +106,7 @@ class Config:
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
+    val_tokens: int = free(0, "validate on the first N tokens, for a quick look; 0: on all")
     eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
     train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
@@ -352,28 +354,13 @@ class RunLog:
             self.write(sys.stdout, text)
             self.write(self.text, text)
 
-    def event(self, event: str, **values) -> None:
+    def event(self, event: str, form: str = "", **values) -> None:
+        """Write values to the .jsonl and, if there is a form, a line that shows some of them."""
         if self.is_main:
             elapsed = round(time.monotonic() - STARTED, 3)
             self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
-
-def log_step(run: "Run", loss: float, norm: float) -> None:
-    """Log a training step, with its speed since the last line and the memory that CUDA used."""
-    tokens = (run.step - run.logged[0]) * run.config.train_batch_tokens
-    rate = tokens / max(run.time_ms - run.logged[1], 1e-6) * 1000
-    run.logged = (run.step, run.time_ms)
-    average = run.time_ms / run.step
-    left_s = max(0.0, min(run.cap_ms, run.config.iterations * average) - run.time_ms) / 1000
-    lr = run.optimizers[-1].param_groups[0]["lr"]
-    memory = torch.cuda.max_memory_allocated() >> 20
-    epoch = run.step * run.loader.step_tokens / run.loader.epoch_tokens
-    run.log.event("train", step=run.step, train_loss=loss, train_time_ms=run.time_ms,
-                  step_avg_ms=average, lr=lr, grad_norm=norm, tok_per_sec=rate, mem_mib=memory,
-                  eta_s=left_s, epoch=epoch)
-    run.log.line(f"step:{run.step}/{run.config.iterations} train_loss:{loss:.4f} "
-                 f"train_time:{run.time_ms:.0f}ms step_avg:{average:.2f}ms lr:{lr:.2e} "
-                 f"grad_norm:{norm:.3f} tok_per_sec:{rate:.0f} mem:{memory}MiB "
-                 f"eta:{left_s / 60:.1f}m epoch:{epoch:.3f}")
+        if form:
+            self.line(form.format(**values))
 
 # ---- Data and bytes ----------------------------------------------------------------------------
 def find_shards(config: Config, split: str) -> list[Path]:
@@ -421,7 +408,7 @@ class TokenLoader:
         self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
         self.pieces = config.train_batch_tokens // self.length  # of a step; spans or shuffled rows
         self.step_tokens = self.pieces * self.stride
-        self.batch(0)  # shards of another vocabulary are found before training
+        self.batches(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
         """The position of a piece's first token; pieces are counted from the first step on."""
@@ -444,8 +431,8 @@ class TokenLoader:
             count -= len(part)
         return np.concatenate(parts)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's inputs and targets of a step, from 0 on: (rows, T) int64 on the device."""
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step, from 0 on: inputs and targets (B, T), int64."""
         first = step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
@@ -453,11 +440,9 @@ class TokenLoader:
         ids = torch.from_numpy(pairs.astype(np.int64))
         if self.ranks.device.type == "cuda":
             ids = ids.pin_memory()  # so that the copy does not wait for the device
-        return ids.to(self.ranks.device, non_blocking=ids.is_pinned()).unbind()
-
-    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
-        return list(zip(*(ids.split(rows) for ids in self.batch(step))))  # all of one size
+        return list(zip(*(part.split(rows) for part in ids)))  # all of one size
 
 @lru_cache(maxsize=2)  # a step can end in the next epoch
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
@@ -509,9 +494,9 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str
     tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
                              for path in find_shards(config, "val")])
     kind, table, boundary = load_byte_table(config)
-    cut = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
-    require(cut, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few for "
-            f"one row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    rows = (len(tokens) - 1) // config.train_seq_len
+    require(rows, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few "
+            f"for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
     target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
     first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
     found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
@@ -526,7 +511,9 @@ def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str
         raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
     require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
             f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
-    return kind, tokens[:cut + 1], int(target_bytes[:cut].sum(dtype=np.int64)), digests
+    wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
+    end = min(rows, wanted_rows) * config.train_seq_len
+    return kind, tokens[:end + 1], int(target_bytes[:end].sum(dtype=np.int64)), digests
 
 # ---- Model -------------------------------------------------------------------------------------
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
@@ -841,39 +828,45 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
         rates = dict.fromkeys(rates, config.adam_lr)
-    groups = {kind: {"params": [], "lr": lr, "base_lr": lr, "weight_decay": config.weight_decay}
+    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr, "weight_decay": 0.0}
               for kind, lr in rates.items()}
-    groups["scalar"]["weight_decay"] = 0.0
+    kinds = {"tok_emb.weight": "embed", "lm_head.weight": "head", "skip_weights": "scalar"}
     for name, p in model.named_parameters():
-        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
-        control = matches(name, config.control_tensor_name_patterns)
-        if p.ndim == 2 and name.startswith("blocks.") and not control:
-            kind = "matrix"
-        groups[kind]["params"].append(p)
+        if p.ndim < 2 or matches(name, config.control_tensor_name_patterns):
+            kinds.setdefault(name, "scalar")
+        elif p.ndim == 2 and name.startswith("blocks."):
+            kinds[name] = "matrix"
+        require(name in kinds, f"{name} has no kind in build_optimizers; to train it like a "
+                "vector, add it to CONTROL_TENSOR_NAME_PATTERNS")
+        groups[kinds[name]]["params"].append(p)
     muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
                              fused=config.fused or None)
     return [adam, *muon]
 
-def lr_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """The factor on the base learning rates in `step`, begun after `elapsed_ms`. If there is a cap,
-    WARMDOWN_ITERS end there; WARMDOWN_FRACTION and cosine (arXiv:1608.03983) at either limit."""
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float, float]:
+    """The factor on the rates, Muon's momentum and the decay in `step`, begun after `elapsed_ms`.
+    With a cap, WARMDOWN_ITERS end there; the other shapes (cosine: arXiv:1608.03983) at either."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
         steps = max(1, config.iterations - config.lr_warmup_steps)
         done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
-        decay = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_fraction:
         done = max(step / config.iterations, elapsed_ms / cap_ms)
-        decay = max(0.0, 1 - done) / config.warmdown_fraction
+        shape = max(0.0, 1 - done) / config.warmdown_fraction
     elif cap_ms < math.inf:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
-        decay = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+        shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
-        decay = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
-    decayed = config.min_lr + (1 - config.min_lr) * min(1.0, decay)
-    return min((step + 1) / max(1, config.lr_warmup_steps), decayed)
+        shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
+    factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
+    factor = min((step + 1) / max(1, config.lr_warmup_steps), factor)
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, step / steps) if steps else 1.0
+    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+    return factor, momentum, config.weight_decay
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
@@ -891,6 +884,7 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
     starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
     device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
     nats = torch.zeros((), dtype=torch.float64, device=device)
+    next_line_s = 10
     for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
         rows = slice(first, first + batch)
         places = stops[rows, None] - length + np.arange(length)
@@ -899,6 +893,11 @@ def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
         targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
         inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
         nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
+        spent_s = time.perf_counter() - start_ms / 1000
+        if spent_s > next_line_s:
+            next_line_s = spent_s + 10
+            done = min(1.0, (first + batch) / windows)
+            run.log.line(f"validation: {done:.0%}, {spent_s / done - spent_s:.0f} s left")
     total = ranks.sum(nats).item()
     return {"val_loss": total / count, "val_bpb": total / math.log(2) / run.val_bytes,
             "eval_time_ms": ranks.now_ms() - start_ms}
@@ -980,15 +979,6 @@ def read_description(path: str) -> dict[str, str]:
     unknown = ", ".join(about.keys() - set(KEPT))
     require(not unknown, f"{path} has settings that this script does not know: {unknown}")
     return {name: str(value) for name, value in about.items()}
-
-def load(path: str | Path, **variables) -> GPT:
-    """An artifact's model in float32, on the CPU. Other files need its variables."""
-    words = {"EMBED_FLOAT32": 1, **variables, "INIT_FROM": path}
-    config, _ = load_config([f"{name}={value}" for name, value in words.items()], {})
-    model = GPT(config)
-    load_weights(model, path)
-    model.compute_dtype = torch.float32
-    return model.float()
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
     """The artifact's file, and what the log says about it: bytes, and what GPTQ could not do."""
@@ -1079,37 +1069,36 @@ def calibrate(model: GPT, batches: Iterable, ranks: Ranks) -> dict[str, Tensor]:
 
 def export(run: "Run") -> None:
     """Write final_model.int8.ptz, if train() packed a model, and score what it holds."""
+    config, log = run.config, run.log
     if run.packed:
         data, about = run.packed
-        path = Path(run.config.out_dir, "final_model.int8.ptz")
+        path = Path(config.out_dir, "final_model.int8.ptz")
         write_whole(path, data)
         size = path.with_name("final_model.pt").stat().st_size
         ratio = sum(t.nbytes for t in run.model.state_dict().values()) / about["payload_bytes"]
-        run.log.line(f"Serialized model: {size} bytes\nCode size: {len(run.code)} bytes\n"
-                     f"Total submission size: {size + len(run.code)} bytes\n"
-                     f"Serialized model int8+zlib: {len(data)} bytes (payload:"
-                     f"{about['payload_bytes']} raw_torch:{about['raw_bytes']} "
-                     f"payload_ratio:{ratio:.2f}x)\n"
-                     f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes")
+        log.event("export", "Serialized model: {model_bytes} bytes\nCode size: {code_bytes} bytes\n"
+                  f"Total submission size: {size + len(run.code)} bytes\n"
+                  "Serialized model int8+zlib: {artifact_bytes} bytes (payload:{payload_bytes} "
+                  f"raw_torch:{{raw_bytes}} payload_ratio:{ratio:.2f}x)\n"
+                  f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes",
+                  step=run.step, model_bytes=size, code_bytes=len(run.code),
+                  code_sha256=sha256(run.code).hexdigest(), **about)
         if about["not_calibrated"]:
-            run.log.line(f"warning: not GPTQ, but rounded to nearest: {about['not_calibrated']}")
-        run.log.event("export", step=run.step, model_bytes=size, code_bytes=len(run.code),
-                      code_sha256=sha256(run.code).hexdigest(), **about)
+            log.line(f"warning: not GPTQ, but rounded to nearest: {about['not_calibrated']}")
         load_weights(run.model, path, about["artifact_sha256"])
     if run.ranks.world_size > 1:
         for p in run.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
     exact = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}"
-    if run.config.eval_seq_len or run.config.eval_stride:
-        score = evaluate(run, run.config.eval_seq_len, run.config.eval_stride)
-        run.log.line(f"windows {exact} eval_time:{{eval_time_ms:.0f}}ms".format(**score))
-        run.log.event("windows", step=run.step, **score)
+    timed = " eval_time:{eval_time_ms:.0f}ms" + run.partial
+    if config.eval_seq_len or config.eval_stride:
+        score = evaluate(run, config.eval_seq_len, config.eval_stride)
+        log.event("windows", f"windows {exact}{timed}", step=run.step, **score)
+    rounded = "val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f}"
     score = evaluate(run)
-    rounded = "val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} eval_time:{eval_time_ms:.0f}ms"
-    run.log.line(f"final_int8_zlib_roundtrip {rounded}\n"
-                 f"final_int8_zlib_roundtrip_exact {exact}".format(**score))
-    run.log.event("final", step=run.step, **score)
+    log.event("final", f"final_int8_zlib_roundtrip {rounded}{timed}\n"
+              f"final_int8_zlib_roundtrip_exact {exact}{run.partial}", step=run.step, **score)
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
@@ -1164,8 +1153,8 @@ def resume(run: "Run", state: dict) -> None:
                 f"step {run.step} after {run.time_ms} ms is not in this run")
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
-    run.log.event("resume", step=run.step, train_time_ms=run.time_ms, file=state["path"])
-    run.log.line(f"resumed: step:{run.step} train_time:{run.time_ms:.0f}ms from {state['path']}")
+    run.log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
+                  step=run.step, train_time_ms=run.time_ms, file=state["path"])
     for f, text in changed.items():
         if f.name in ("iterations", "max_wallclock_seconds"):
             run.log.line(f"the schedule changes from here on: {text}")
@@ -1200,9 +1189,10 @@ class Run:
         self.time_ms = 0.0  # on the training clock, which validations do not move
         self.signals = []  # received by this process: number and time
         self.stop_signal = 0  # received by any rank when the ranks last agreed
-        self.first_bad = torch.tensor(-1, device=ranks.device)  # first step that was not finite
+        self.first_bad = torch.tensor(NEVER, device=ranks.device)  # step that was not finite
         validation = load_validation(config)
         self.tokenizer_kind, self.val_tokens, self.val_bytes, self.data_sha256 = validation
+        self.partial = f" partial:{config.val_tokens}" if config.val_tokens else ""  # for the log
         self.loader = TokenLoader(config, ranks) if config.iterations else None
         torch.manual_seed(config.seed)
         self.model = GPT(config)
@@ -1245,131 +1235,143 @@ class Run:
         self.stop_signal, *largest = self.ranks.max(number, *values)
         return largest
 
-def advance_clock(run: Run, agree: bool) -> None:
-    """Count a step; now and then, agree on clock, signals and faults (FloatingPointError)."""
-    run.step += 1
-    run.time_ms += run.pace_ms
-    agree = agree or run.step % 10 == 0 or run.time_ms > run.cap_ms - 20 * run.pace_ms
-    if not (agree or run.pace_ms > 1000 or run.ranks.device.type == "cpu"):
-        return
-    first_bad = int(run.first_bad)  # waits for the device
-    steps_ago = run.step - first_bad if first_bad >= 0 else 0
-    if run.scaler.get_scale() < 2**-20:  # float16 skips a step that overflows, but not for ever
-        steps_ago = 1
-    run.time_ms, steps_ago = run.agree(run.ranks.now_ms() - run.zero_ms, steps_ago)
-    if steps_ago:
-        bad = run.step - int(steps_ago) + 1
-        token = run.loader.start((bad - 1) * run.loader.pieces)
-        run.log.event("nonfinite", step=bad, token=token)
-        raise FloatingPointError(f"the loss or gradient of step:{bad} is not finite, at training "
-                                 f"token {token}; lower the rates or set GRAD_CLIP_NORM=1")
-    run.pace_ms = (run.time_ms - run.agreed[1]) / (run.step - run.agreed[0])
-    run.agreed = (run.step, run.time_ms)
-
-def train_step(run: Run, factor: float, micro_batches: int | None = None) -> tuple[Tensor, Tensor]:
-    """Make one update at `factor` times the base rates; return this rank's loss, and the norm."""
+def train_step(run: Run, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Make one update; return the mean loss of this rank's micro-batches, and the norm."""
     config = run.config
-    steps = config.muon_momentum_warmup_steps
-    done = min(1.0, run.step / steps) if steps else 1.0
-    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+    factor, momentum, decay = schedule(config, run.step, run.time_ms)
     for group in [group for optimizer in run.optimizers for group in optimizer.param_groups]:
         group["lr"] = group["base_lr"] * factor
         group["momentum"] = momentum  # Adam ignores it
-    batches = run.loader.micro_batches(run.step)
-    loss_sum = torch.zeros((), device=run.ranks.device)
-    for i, (x, y) in enumerate(batches[:micro_batches], 1):
-        run.parallel.require_backward_grad_sync = i == (micro_batches or len(batches))
+        group["weight_decay"] = 0.0 if group["kind"] == "scalar" else decay
+    losses = torch.zeros((), device=run.ranks.device)
+    for i, (x, y) in enumerate(batches, 1):
+        run.parallel.require_backward_grad_sync = i == len(batches)
         loss = run.parallel(x, y) * (1 / len(batches))
         run.scaler.scale(loss).backward()
-        loss_sum += loss.detach()
+        losses += loss.detach()
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
     if config.grad_clip_norm > 0:
         nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
-    watched = loss_sum if config.dtype == "float16" else loss_sum + norm
-    is_first_bad = ~watched.isfinite() & (run.first_bad < 0)
-    run.first_bad = torch.where(is_first_bad, run.step, run.first_bad)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     run.scaler.update()
-    return loss_sum, norm
-
-def warm_up(run: Run) -> None:
-    """Take WARMUP_STEPS steps of one micro-batch, so that first calls are not timed; undo them."""
-    steps = run.config.warmup_steps
-    if run.config.gptq_batches:  # what would fail at the end fails now
-        calibrate(run.model, run.loader.micro_batches(0)[:1], run.ranks)
-    before = saved(state_of(run))
-    for step in range(1, steps + 1):
-        train_step(run, 1.0, micro_batches=1)
-        run.log.line(f"warmup_step:{step}/{steps}")
-        run.agree()
-        if run.stop_signal:
-            break
-    restore(run, read_archive(before))
-    run.first_bad.fill_(-1)
+    # float16 skips a step whose gradient overflows, but not for ever.
+    watched = losses if config.dtype == "float16" else losses + norm
+    is_bad = ~watched.isfinite() | (run.scaler.get_scale() < 2**-20)
+    run.first_bad = run.first_bad.clamp(max=run.step).where(is_bad, run.first_bad)
+    return losses, norm
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
 
 def train(run: Run) -> None:
-    """Train until ITERATIONS, the wall-clock cap or a signal."""
-    config, log = run.config, run.log
-    gc.collect()
-    gc.disable()  # a collection in the middle of a step would hold up all ranks
-    run.zero_ms = run.ranks.now_ms() - run.time_ms  # of Ranks.now_ms, at zero on the clock
-    first_step = run.step
+    """Warm up; train until ITERATIONS, the wall-clock cap or a signal."""
+    config, log, ranks, loader = run.config, run.log, run.ranks, run.loader
     grams = {}
     is_new = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scored
+
+    # Warm-up: steps that are not timed, and undone. What would fail at the end fails now.
+    if loader:
+        before = saved(state_of(run))
+        if config.gptq_batches:
+            calibrate(run.model, loader.batches(0)[:1], ranks)
+        for step in range(1, config.warmup_steps + 1):
+            train_step(run, loader.batches(0)[:1])
+            log.line(f"warmup_step:{step}/{config.warmup_steps}")
+            run.agree()
+            if run.stop_signal:
+                break
+        restore(run, read_archive(before))
+        run.first_bad.fill_(NEVER)
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
+    run.zero_ms = ranks.now_ms() - run.time_ms  # of Ranks.now_ms, at zero on the clock
+    first_step = run.step
     while True:
-        done = run.step >= config.iterations or run.time_ms >= run.cap_ms
-        is_saved = config.checkpoint_every and (done or is_due(run.step, config.checkpoint_every))
-        if run.step > first_step and (is_saved or run.stop_signal) and run.ranks.rank == 0:
+        # First a checkpoint, since what follows can take long.
+        step = run.step
+        done = step >= config.iterations or run.time_ms >= run.cap_ms
+        is_saved = config.checkpoint_every and (done or is_due(step, config.checkpoint_every))
+        if step > first_step and (is_saved or run.stop_signal) and ranks.rank == 0:
             save_checkpoint(run)
         if run.stop_signal:
             break
-        if done and is_new and run.ranks.rank == 0:  # before what can fail, and off the clock
-            start_ms = run.ranks.now_ms()
-            state = {name: t.cpu() for name, t in run.model.state_dict().items()}
-            write_whole(Path(config.out_dir, "final_model.pt"), saved(state))
-            run.zero_ms += run.ranks.now_ms() - start_ms
-        if done and config.gptq_batches and run.loader:
+
+        # At the end: the floats first, off the clock; then calibration, which reads training text.
+        if done and is_new and ranks.rank == 0:
+            start_ms = ranks.now_ms()
+            floats = {name: t.cpu() for name, t in run.model.state_dict().items()}
+            write_whole(Path(config.out_dir, "final_model.pt"), saved(floats))
+            run.zero_ms += ranks.now_ms() - start_ms
+        if done and config.gptq_batches and loader:
             batches = (batch for i in range(config.gptq_batches)
-                       for batch in run.loader.micro_batches(run.step + i))
-            grams = calibrate(run.model, batches, run.ranks)
-            run.time_ms = run.ranks.now_ms() - run.zero_ms
-        if done or is_due(run.step, config.val_loss_every):
-            paused_ms = run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0]
-            score = evaluate(run)
-            log.line(f"step:{run.step}/{config.iterations} val_loss:{score['val_loss']:.4f} "
-                     f"val_bpb:{score['val_bpb']:.4f} train_time:{run.time_ms:.0f}ms "
-                     f"step_avg:{run.time_ms / max(run.step, 1):.2f}ms")
-            log.event("val", step=run.step, train_time_ms=run.time_ms, **score)
-            if is_new and run.ranks.rank == 0 and (done or config.size_cap):  # seen early
+                       for batch in loader.batches(step + i))
+            grams = calibrate(run.model, batches, ranks)
+            run.time_ms = ranks.now_ms() - run.zero_ms
+
+        # Validation, off the clock. With SIZE_CAP, each also tells whether the model would fit.
+        if done or is_due(step, config.val_loss_every):
+            paused_ms = ranks.max(ranks.now_ms() - run.zero_ms)[0]
+            log.event("val", f"step:{step}/{config.iterations} val_loss:{{val_loss:.4f}} "
+                      "val_bpb:{val_bpb:.4f} train_time:{train_time_ms:.0f}ms "
+                      f"step_avg:{run.time_ms / max(step, 1):.2f}ms{run.partial}",
+                      step=step, train_time_ms=run.time_ms, **evaluate(run))
+            if is_new and ranks.rank == 0 and (done or config.size_cap):
                 run.packed = pack(run.model.state_dict(), config, grams)
                 size = len(run.packed[0]) + len(run.code)
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
                 if config.size_cap:
                     log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
             gc.collect()
-            run.zero_ms += run.ranks.max(run.ranks.now_ms() - run.zero_ms)[0] - paused_ms
+            run.zero_ms += ranks.max(ranks.now_ms() - run.zero_ms)[0] - paused_ms
             if not done:
                 run.agree()
         if done:
             break
         if run.stop_signal:
             continue  # to the checkpoint
-        loss, norm = train_step(run, lr_factor(config, run.step, run.time_ms))
-        step = run.step + 1
-        log_this = step <= 10 or is_due(step, config.train_log_every)
-        pauses = is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)
-        advance_clock(run, agree=log_this or pauses or step == config.iterations)
-        if log_this or run.time_ms >= run.cap_ms:
-            log_step(run, run.ranks.sum(loss).item() / run.ranks.world_size, norm.item())
+
+        # One step. When the ranks agree, they wait for the device; in between, the pace is known.
+        loss, norm = train_step(run, loader.batches(step))
+        run.step = step = step + 1
+        run.time_ms += run.pace_ms
+        is_logged = step <= 10 or is_due(step, config.train_log_every)
+        if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
+                or run.pace_ms > 1000 or run.time_ms > run.cap_ms - 20 * run.pace_ms
+                or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
+            run.time_ms, bad = run.agree(ranks.now_ms() - run.zero_ms, -int(run.first_bad))
+            run.pace_ms = (run.time_ms - run.agreed[1]) / (step - run.agreed[0])
+            run.agreed = (step, run.time_ms)
+            if -bad < step:
+                token = loader.start(int(-bad) * loader.pieces)
+                log.event("nonfinite", step=int(1 - bad), token=token)
+                raise FloatingPointError(
+                    f"the loss or gradient of step:{1 - bad:.0f} is not finite, at training token "
+                    f"{token}; lower the rates or set GRAD_CLIP_NORM=1")
+        if is_logged or run.time_ms >= run.cap_ms:
+            average = run.time_ms / step
+            tokens = (step - run.logged[0]) * config.train_batch_tokens
+            rate = tokens / max(run.time_ms - run.logged[1], 1e-6) * 1000
+            run.logged = (step, run.time_ms)
+            left_s = max(0.0, min(run.cap_ms, config.iterations * average) - run.time_ms) / 1000
+            log.event("train", f"step:{step}/{config.iterations} train_loss:{{train_loss:.4f}} "
+                      "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} "
+                      "grad_norm:{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} mem:{mem_mib}MiB "
+                      f"eta:{left_s / 60:.1f}m epoch:{{epoch:.3f}}", step=step,
+                      train_loss=ranks.sum(loss).item() / ranks.world_size,
+                      train_time_ms=run.time_ms, step_avg_ms=average,
+                      lr=run.optimizers[-1].param_groups[0]["lr"], grad_norm=norm.item(),
+                      tok_per_sec=rate, mem_mib=torch.cuda.max_memory_allocated() >> 20,
+                      eta_s=left_s, epoch=step * loader.step_tokens / loader.epoch_tokens)
+        if step == 10 and config.warmdown_iters > 1 and schedule(
+                config, config.iterations - 1, config.iterations * average)[0] == 1:
+            log.line("warning: ITERATIONS will end before the rates are lowered, which "
+                     "MAX_WALLCLOCK_SECONDS decides; set WARMDOWN_FRACTION, or no such limit")
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
@@ -1386,7 +1388,7 @@ def compile_model(run: Run, required: bool) -> None:
     if run.ranks.device.type != "cuda":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
-        model(*run.loader.micro_batches(0)[0]).backward()
+        model(*run.loader.batches(0)[0]).backward()
     except Exception as error:  # compilers fail in many ways
         if "out of memory" in str(error):
             raise
@@ -1449,7 +1451,7 @@ def announce(run: Run, overrides: dict) -> None:
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
 loader:{c.loader}
-val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}{run.partial}
 model_params:{sum(p.numel() for p in run.model.parameters())}
 world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
@@ -1474,7 +1476,6 @@ def main() -> None:
         if run.loader:
             signal.signal(signal.SIGTERM, run.on_signal)
             signal.signal(signal.SIGINT, run.on_signal)
-            warm_up(run)
         train(run)
         if not run.stop_signal:
             export(run)

@@ -123,17 +123,18 @@ def phases_worker(skip: int, output: str) -> None:
             return value
         setattr(owner, name, timed)
 
-    def train_step(run, *args, **kwargs):
+    def train_step(run, batches):
         if run.step == skip:  # not in the warm-up, whose steps are all the first
-            measure_calls("load", run.loader, "batch", run.ranks)
+            measure_calls("load", run.loader, "batches", run.ranks)
             measure_calls("forward", type(run.model), "__call__", run.ranks)
             measure_calls("backward", torch.Tensor, "backward", run.ranks)
             for optimizer in run.optimizers:
                 measure_calls("optimizer", optimizer, "step", run.ranks)
-        result = plain_step(run, *args, **kwargs)
+        result = plain_step(run, batches)
         if run.ranks.rank == 0:
             steps = run.step + 1 - skip
-            means = {phase: total / steps for phase, total in spent_ms.items() if steps > 0}
+            counts = {**dict.fromkeys(spent_ms, steps), "load": steps - 1}  # the first batch was read before
+            means = {phase: total / counts[phase] for phase, total in spent_ms.items() if counts[phase] > 0}
             Path(output).write_text(json.dumps(means), encoding="utf-8")
         return result
 

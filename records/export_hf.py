@@ -50,17 +50,31 @@ transformers, vLLM and llama.cpp cannot run this model; they can read its tensor
 """
 
 
+def load_file(path: Path | str, **variables) -> train_gpt.GPT:
+    """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint says nothing of its model and needs
+    the variables that it was trained with. Raises ValueError."""
+    words = {"EMBED_FLOAT32": 1, **variables, "INIT_FROM": path}  # the table as the file has it
+    config, given = train_gpt.load_config([f"{name}={value}" for name, value in words.items()], {})
+    if not given.keys() - {"EMBED_FLOAT32", "INIT_FROM"} and Path(path).is_file():
+        raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as NUM_LAYERS=9 "
+                         "(the config event in its .jsonl log has them all)")
+    model = train_gpt.GPT(config)
+    train_gpt.load_weights(model, path)
+    model.compute_dtype = torch.float32
+    return model.float()
+
+
 def load_folder(folder: Path | str) -> train_gpt.GPT:
     """Load the model in a folder that this script wrote, in float32 on the CPU. Raises ValueError."""
     folder = Path(folder)
     try:
-        from safetensors.torch import load_file
+        from safetensors.torch import load_file as load_tensors
         words = [f"{name}={value}" for name, value in load_json(folder / "config.json")["variables"].items()]
         config, _ = train_gpt.load_config(["EMBED_FLOAT32=1", *words], {})  # as the file has the table
         if (folder / config.tokenizer_path).is_file():
             config = replace(config, tokenizer_path=str(folder / config.tokenizer_path))
         model = train_gpt.GPT(config)
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        model.load_state_dict(load_tensors(folder / "model.safetensors"))
         model.compute_dtype = torch.float32
     except Exception as error:  # a missing package, and damaged files, which fail in many ways
         raise ValueError(f"{folder} cannot be loaded: {error}") from None
@@ -107,7 +121,7 @@ def main() -> None:
     if not find_spec("safetensors"):
         sys.exit("export_hf.py: safetensors must be installed: pip install safetensors")
     try:
-        model = train_gpt.load(options.model, **pairs_of(options.settings))
+        model = load_file(options.model, **pairs_of(options.settings))
         write_folder(model, options.folder)
         difference = compare(model, load_folder(options.folder))
     except (ValueError, OSError) as error:

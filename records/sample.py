@@ -12,7 +12,7 @@ import argparse
 import codecs
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common import ROOT, pairs_of
-from export_hf import load_folder
+from export_hf import load_file, load_folder
 
 sys.path += [str(ROOT), str(ROOT / "data")]
 
@@ -86,11 +86,10 @@ def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, option
     print(f"[{count} tokens, {count / seconds:.0f} tokens/s]", file=sys.stderr)
 
 
-def load(path: Path, settings: list[str]) -> train_gpt.GPT:
-    """Load an artifact, or a folder of export_hf.py. Raises ValueError."""
-    if path.is_dir():
-        return load_folder(path)
-    return train_gpt.load(path, **pairs_of(settings))
+def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
+    """Load an artifact, a state dict with its settings as NAME=value, or a folder of export_hf.py, in float32 on the CPU.
+    Raises ValueError."""
+    return load_folder(path) if Path(path).is_dir() else load_file(path, **pairs_of(settings))
 
 
 def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:

@@ -74,7 +74,7 @@ def count() -> None:
                  "VAL_BATCH_SIZE=512 DEVICE=cpu DTYPE=float32 COMPILE=0 RUN_ID=scaling").split()
         run = train_gpt.Run(*train_gpt.load_config(words, {}), "")
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            train_gpt.train_step(run, 1.0)
+            train_gpt.train_step(run, run.loader.batches(0))
     ranks = run.ranks.world_size
     found = Counter()
     for event in profiler.events():

@@ -238,6 +238,7 @@ def read_seed(folder: Path, path: Path, source: str, findings: Findings) -> dict
     findings.check(f"\nRunning PyTorch {seed['torch']}\n" in versions,
                    f"{name}: .log and .jsonl disagree on PyTorch")
     findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
+    findings.check(not seed["settings"].get("VAL_TOKENS"), f"{name}: VAL_TOKENS scores a part of the validation text")
     findings.check((seed["code_bytes"], seed["code_sha256"]) == (len(code), sha256(code).hexdigest()),
                    f"{name}: code_bytes and code_sha256 are not train_gpt.py's")
     return seed

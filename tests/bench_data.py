@@ -83,11 +83,11 @@ def loader_rate(out: Path, model: str, loader: str, length: int) -> tuple[float,
     ranks = train_gpt.Ranks(0, 1, torch.device("cpu"))
     started = time.perf_counter()
     stream = train_gpt.TokenLoader(config, ranks)
-    stream.batch(0)
+    stream.batches(0)
     first = time.perf_counter() - started
     steps, started = 0, time.perf_counter()
     while time.perf_counter() < started + 3:
-        stream.batch(steps)
+        stream.batches(steps)
         steps += 1
     return first, steps * config.train_batch_tokens / (time.perf_counter() - started)
 

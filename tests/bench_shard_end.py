@@ -46,7 +46,7 @@ def mapped_ms(config: train_gpt.Config, first: int) -> list[float]:
     times = []
     for step in range(first, first + 2 * STEPS):
         started = time.perf_counter()
-        loader.batch(step)
+        loader.batches(step)
         times.append(1000 * (time.perf_counter() - started))
     return times
 

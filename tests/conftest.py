@@ -95,11 +95,15 @@ def one_process() -> train_gpt.Ranks:
     return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
 
 
-def loader_of(config: train_gpt.Config, batch, **attributes) -> train_gpt.TokenLoader:
-    """A loader whose `batch` is replaced; it needs no shards."""
-    loader = train_gpt.TokenLoader.__new__(train_gpt.TokenLoader)
-    vars(loader).update(config=config, batch=batch, **attributes)
-    return loader
+def micro_batches(config: train_gpt.Config, x, y) -> list[tuple]:
+    """Inputs and targets as a loader splits them."""
+    rows = config.micro_batch_tokens // config.train_seq_len
+    return list(zip(x.split(rows), y.split(rows)))
+
+
+def whole_batch(loader: train_gpt.TokenLoader, step: int) -> tuple:
+    """A rank's inputs and targets of a step, from all its micro-batches."""
+    return tuple(train_gpt.torch.cat(parts) for parts in zip(*loader.batches(step)))
 
 
 def split_batch(config: train_gpt.Config, world_size: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import one_process, split_batch, tiny_config, write_shard
+from conftest import one_process, split_batch, tiny_config, whole_batch, write_shard
 
 
 @pytest.mark.parametrize("change, wanted", [
@@ -77,7 +77,7 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     ranks = [train_gpt.Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
     loaders = [train_gpt.TokenLoader(config, r) for r in ranks]
     for step in range(3):
-        batches = [loader.batch(step) for loader in loaders]
+        batches = [whole_batch(loader, step) for loader in loaders]
         assert all(t.shape == (16, 32) and t.dtype == torch.int64 for batch in batches for t in batch)
         for i in range(4):
             for x, y in batches:
@@ -101,7 +101,7 @@ def shuffled_config(tmp_path, world_size=1, **changes):
 def steps(config, world_size, count):
     """The rows of inputs and targets of `count` steps: for each step the sorted rows of all ranks."""
     ranks = loaders(config, world_size)
-    return [sorted(pair for loader in ranks for pair in zip(*(part.tolist() for part in loader.batch(step))))
+    return [sorted(pair for loader in ranks for pair in zip(*(part.tolist() for part in whole_batch(loader, step))))
             for step in range(count)]
 
 
@@ -111,14 +111,14 @@ def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp
     wanted = [tokens[32 * i:32 * i + 33].tolist() for i in range(epoch)]
     rows = []
     while len(rows) < 2 * epoch:
-        x, y = loader.batch(len(rows) // 32)
+        x, y = whole_batch(loader, len(rows) // 32)
         assert x.shape == y.shape == (32, 32) and x.is_contiguous() and y.is_contiguous()
         assert torch.equal(x[:, 1:], y[:, :-1])
         rows += [[*a, b[-1]] for a, b in zip(x.tolist(), y.tolist())]
     first, second = rows[:epoch], rows[epoch:2 * epoch]
     assert sorted(first) == sorted(second) == sorted(wanted)
     assert first != second and first != wanted
-    other = loaders(train_gpt.replace(config, seed=7), 1)[0].batch(0)[0]
+    other = whole_batch(loaders(train_gpt.replace(config, seed=7), 1)[0], 0)[0]
     assert other[:, 0].tolist() != [row[0] for row in first[:32]]
 
 
@@ -148,10 +148,10 @@ def test_a_batch_follows_from_the_number_of_its_step(tmp_path, loader):
     config, _ = shuffled_config(tmp_path)
     config = train_gpt.replace(config, loader=loader)
     in_order = loaders(config, 1)[0]
-    batches = [in_order.batch(step) for step in range(60)]
+    batches = [whole_batch(in_order, step) for step in range(60)]
     other = loaders(config, 1)[0]
     for step in (40, 3, 59, 4):
-        x, y = other.batch(step)
+        x, y = whole_batch(other, step)
         assert torch.equal(x, batches[step][0]) and torch.equal(y, batches[step][1])
 
 
@@ -160,7 +160,7 @@ def test_the_start_of_a_piece_is_where_its_first_token_lies(tmp_path, loader):
     config, tokens = shuffled_config(tmp_path)
     stream = loaders(train_gpt.replace(config, loader=loader), 1)[0]
     for step in range(12):
-        assert tokens[stream.start(step * stream.pieces)] == stream.batch(step)[0][0, 0].item()
+        assert tokens[stream.start(step * stream.pieces)] == whole_batch(stream, step)[0][0, 0].item()
 
 
 @pytest.mark.parametrize("loader, epoch", [("sequential", 4317), ("shuffled", 134 * 32)])
@@ -177,7 +177,7 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
     loader = loaders(config, 1)[0]
     with pytest.raises(ValueError, match="s_train_000001.bin holds token 65535.*VOCAB_SIZE=260"):
         for step in range(60):
-            loader.batch(step)
+            loader.batches(step)
     write_shard(tmp_path / "s_train_000000.bin", [*tokens[:50], 260])
     with pytest.raises(ValueError, match="s_train_000000.bin holds token 260"):  # before training
         loaders(config, 1)
@@ -186,7 +186,7 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
 def test_large_ids_reach_the_device_as_they_are(tmp_path):
     write_shard(tmp_path / "x_train_000000.bin", [0, 1, 32767, 32768, 65534] * 300)
     config = tiny_config(data_path=str(tmp_path), vocab_size=65535)
-    x, y = train_gpt.TokenLoader(config, one_process()).batch(0)
+    x, y = whole_batch(train_gpt.TokenLoader(config, one_process()), 0)
     assert x.dtype == torch.int64 and x.flatten()[:5].tolist() == [0, 1, 32767, 32768, 65534]
     assert y.flatten()[:4].tolist() == [1, 32767, 32768, 65534]
 

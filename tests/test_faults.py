@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import (REPOSITORY, events, loader_of, make_shards, read_checkpoint, run_here, run_trainer, tiny_arguments,
+from conftest import (REPOSITORY, events, make_shards, micro_batches, read_checkpoint, run_here, run_trainer, tiny_arguments,
                       tiny_config)
 from test_optim import make_run
 
@@ -325,10 +325,10 @@ whole, step = train_gpt.write_whole, train_gpt.train_step
 def slow(path, data):
     time.sleep(2)
     whole(path, data)
-def signalled(run, factor, **more):
+def signalled(run, batches):
     if os.environ["RANK"] == "1" and run.step == 5:
         os.kill(os.getpid(), 15)
-    return step(run, factor, **more)
+    return step(run, batches)
 train_gpt.write_whole, train_gpt.train_step = slow, signalled
 train_gpt.main()
 """)
@@ -404,11 +404,11 @@ import os, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 import train_gpt
 step, taken = train_gpt.train_step, []
-def signalled(run, factor, **more):
+def signalled(run, batches):
     taken.append(1)
     if len(taken) == 3 and run.ranks.rank == {ranks - 1}:
         os.kill(os.getpid(), 2)
-    return step(run, factor, **more)
+    return step(run, batches)
 train_gpt.train_step = signalled
 train_gpt.main()
 """)
@@ -427,7 +427,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, data):
 import os, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import train_gpt
-def slow(run, factor, **more):
+def slow(run, batches):
     for wait in (0, 0.2, 1.3):
         time.sleep(wait)
         os.kill(os.getpid(), 2)
@@ -460,14 +460,10 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
 def test_the_first_step_that_is_not_finite_is_remembered(monkeypatch, value):
     run = make_run(micro_batch_tokens=32)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]), start=lambda piece: 7 * piece,
-                           pieces=10)
     broken_forward(monkeypatch, {5, 8}, value)
     for run.step in range(4):
-        train_gpt.train_step(run, 1.0)
-        assert run.first_bad == (-1 if run.step < 2 else 2)
-    with pytest.raises(FloatingPointError, match="gradient of step:3 is not finite, at training token 140"):
-        train_gpt.advance_clock(run, agree=True)
+        train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
+        assert run.first_bad == (train_gpt.NEVER if run.step < 2 else 2)
 
 
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
@@ -518,9 +514,9 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         real(number)
 
-    def step(run, factor, *more, trained=train_gpt.train_step):
+    def step(run, batches, trained=train_gpt.train_step):
         full[0] = run.step >= 4
-        return trained(run, factor, *more)
+        return trained(run, batches)
 
     monkeypatch.setattr(train_gpt.os, "fsync", fsync)
     monkeypatch.setattr(train_gpt, "train_step", step)
@@ -531,7 +527,7 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     assert [path.stem for path in checkpoints(tmp_path)] == ["run_00000002", "run_00000004"]
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob("final_model*"))
     full[0] = False
-    monkeypatch.setattr(train_gpt, "train_step", step.__kwdefaults__["trained"])
+    monkeypatch.setattr(train_gpt, "train_step", step.__defaults__[0])
     tiny_run(monkeypatch, tmp_path, data, RESUME="auto")
     tiny_run(monkeypatch, tmp_path / "whole", data)
     assert artifacts(tmp_path) == artifacts(tmp_path / "whole")

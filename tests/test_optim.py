@@ -13,7 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import train_gpt
-from conftest import loader_of, one_process, tiny_config
+from conftest import micro_batches, one_process, tiny_config
+from verify import COMPARED_LINES
+
+
+SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1)  # a loader for steps that are none
 
 
 def make_run(**changes):
@@ -26,7 +30,8 @@ def make_run(**changes):
     run.optimizers = train_gpt.build_optimizers(run.model, config, run.ranks)
     run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
     run.parallel, run.code, run.packed = run.model, b"", None
-    run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(-1), 0, 0.0, [], 0
+    run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(train_gpt.NEVER), 0, 0.0, [], 0
+    run.partial = ""
     run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     run.zero_ms, run.pace_ms, run.agreed, run.logged = 0.0, 0.0, (0, 0.0), (0, 0.0)
     return run
@@ -50,6 +55,19 @@ def test_every_parameter_is_in_the_right_group_and_only_there(tied):
                     assert group["lr"] == (config.head_lr if name == "lm_head.weight" else config.scalar_lr)
     matrices = {names[p] for p in run.optimizers[1].param_groups[0]["params"]}
     assert len(matrices) == 24 and not any("resid_mix" in name for name in matrices)
+
+
+@pytest.mark.parametrize("place, shape", [("blocks.0.attn", (2, 4, 4)), ("", (4, 4)), ("", (2, 4, 4))])
+def test_a_parameter_of_no_kind_is_an_error(place, shape):
+    """It would be trained by Adam as if it were a vector, without a word."""
+    run = make_run()
+    run.model.get_submodule(place).register_parameter("mixer", torch.nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(ValueError, match="mixer has no kind in build_optimizers; .*CONTROL_TENSOR_NAME_PATTERNS"):
+        train_gpt.build_optimizers(run.model, run.config, run.ranks)
+    config = train_gpt.replace(run.config, control_tensor_name_patterns="mixer," + train_gpt.CONTROL)
+    adam, _ = train_gpt.build_optimizers(run.model, config, run.ranks)
+    assert any(p is run.model.get_submodule(place).mixer for group in adam.param_groups if group["kind"] == "scalar"
+               for p in group["params"])
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 48), (2, 48, 16), (1, 32, 32)])
@@ -108,7 +126,7 @@ def test_adam_is_pytorchs_with_our_settings():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused):
-    run = make_run(optimizer="adamw", adam_lr=3e-3, weight_decay=0.1, fused=fused, tie_embeddings=False)
+    run = make_run(optimizer="adamw", adam_lr=3e-3, weight_decay=0.1, fused=fused, tie_embeddings=False, warmdown_iters=0)
     twin = train_gpt.GPT(run.config)
     twin.load_state_dict(run.model.state_dict())
     vectors = [p for n, p in twin.named_parameters() if p.ndim == 1 or "resid_mix" in n or n == "skip_weights"]
@@ -116,13 +134,12 @@ def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused)
     reference = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                                   lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(0))
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     for _ in range(3):
-        train_gpt.train_step(run, 0.5)
+        train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
         twin.zero_grad()
         twin(tokens[:, :-1], tokens[:, 1:]).backward()
         for group in reference.param_groups:
-            group["lr"] = 1.5e-3
+            group["lr"] = 3e-3
         reference.step()
     for name, p in run.model.named_parameters():
         torch.testing.assert_close(p, twin.get_parameter(name), rtol=1e-4, atol=1e-6, msg=name)
@@ -180,44 +197,43 @@ def test_muons_state_can_be_saved_and_loaded():
 
 def test_cosine_schedule_with_a_warm_up_and_a_floor():
     config = tiny_config(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0.1, max_wallclock_seconds=0.0)
-    factors = [train_gpt.lr_factor(config, step, 1e9) for step in range(111)]
+    factors = [train_gpt.schedule(config, step, 1e9)[0] for step in range(111)]
     assert factors[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert [factors[i] for i in (10, 60, 110)] == pytest.approx([1.0, 0.55, 0.1])
     assert factors[35] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     capped = train_gpt.replace(config, max_wallclock_seconds=100.0)  # what ends the run first ends the cosine
-    assert train_gpt.lr_factor(capped, 20, 50e3) == pytest.approx(0.55)
-    assert train_gpt.lr_factor(capped, 60, 20e3) == pytest.approx(0.55)
-    assert train_gpt.lr_factor(capped, 20, 200e3) == pytest.approx(0.1)
+    assert train_gpt.schedule(capped, 20, 50e3)[0] == pytest.approx(0.55)
+    assert train_gpt.schedule(capped, 60, 20e3)[0] == pytest.approx(0.55)
+    assert train_gpt.schedule(capped, 20, 200e3)[0] == pytest.approx(0.1)
 
 
 def test_warming_up_ends_without_a_jump():
     config = tiny_config(iterations=1000, warmdown_iters=3000, lr_warmup_steps=100, max_wallclock_seconds=0.0)
-    factors = [train_gpt.lr_factor(config, step, 0) for step in range(300)]
+    factors = [train_gpt.schedule(config, step, 0)[0] for step in range(300)]
     assert factors[0] == 0.01 and factors[50] < factors[20] * 3 and max(factors) < 1 / 3
     assert max(abs(a - b) for a, b in zip(factors, factors[1:])) < 0.011
 
 
 def test_the_warmdown_has_a_floor_too():
     config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0, min_lr=0.2)
-    assert [train_gpt.lr_factor(config, step, 0) for step in (80, 90, 100)] == pytest.approx([1.0, 0.6, 0.2])
+    assert [train_gpt.schedule(config, step, 0)[0] for step in (80, 90, 100)] == pytest.approx([1.0, 0.6, 0.2])
 
 
 def test_schedule_without_a_cap():
     config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0)
-    factors = [train_gpt.lr_factor(config, step, 1e9) for step in range(101)]
+    factors = [train_gpt.schedule(config, step, 1e9)[0] for step in range(101)]
     assert factors[:81] == [1.0] * 81 and factors[90] == 0.5 and factors[100] == 0.0
-    assert train_gpt.lr_factor(train_gpt.replace(config, warmdown_iters=0), 99, 0) == 1.0
-    assert train_gpt.lr_factor(train_gpt.replace(config, warmdown_iters=-1), 99, 0) == 1.0
+    assert train_gpt.schedule(train_gpt.replace(config, warmdown_iters=0), 99, 0)[0] == 1.0
+    assert train_gpt.schedule(train_gpt.replace(config, warmdown_iters=-1), 99, 0)[0] == 1.0
 
 
 def test_momentum_warm_up():
     tokens = torch.randint(0, 260, (2, 33))
     for steps, wanted in ((100, [0.92, 0.955, 0.99, 0.99]), (0, [0.99] * 4)):
         run = make_run(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=steps)
-        run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
         values = []
         for run.step in (0, 50, 100, 1000):
-            train_gpt.train_step(run, 1.0)
+            train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
             values.append(run.optimizers[1].param_groups[0]["momentum"])
         assert values == pytest.approx(wanted)
 
@@ -227,7 +243,8 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     clock, factors, lines = [0.0], [], []
     durations = [0.5 + 0.3 * (i % 5) for i in range(200)]
 
-    def train_step(run, factor):
+    def train_step(run, batches):
+        factor = train_gpt.schedule(run.config, run.step, run.time_ms)[0]
         factors.append((run.step, 1000 * (clock[0] - off[0]), factor))
         clock[0] += durations[run.step]
         return torch.tensor(1.0), torch.tensor(1.0)
@@ -240,13 +257,13 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
     off = [0.0]
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
-    for name, stub in (("log_step", lambda *a: None), ("write_whole", lambda *a: None), ("pack", lambda *a: (b"", {}))):
+    for name, stub in (("write_whole", lambda *a: None), ("pack", lambda *a: (b"", {}))):
         monkeypatch.setattr(train_gpt, name, stub)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
     log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None)
-    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10)
+    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10, warmup_steps=0)
     run.log = log
-    run.loader = types.SimpleNamespace()
+    run.loader = SILENT
     train_gpt.train(run)
     total = 0.0
     steps = run.step
@@ -269,8 +286,7 @@ def step_of(run, tokens):
     for p in run.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=random)
         p.register_post_accumulate_grad_hook(lambda p: grads.update({p: p.grad}))
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
-    loss, norm = train_gpt.train_step(run, 1.0)
+    loss, norm = train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
     assert all(grads[p].abs().max() > 1e-6 for p in run.model.parameters())
     return [loss, norm, *(grads[p] for p in run.model.parameters())]
 
@@ -291,7 +307,8 @@ def test_a_compiled_model_computes_the_same(monkeypatch, kernel):
     tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
     eager, run = make_run(), make_run(attn=kernel)
     run.log = types.SimpleNamespace(line=lines.append)
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    pairs = micro_batches(run.config, tokens[:, :-1], tokens[:, 1:])
+    run.loader = types.SimpleNamespace(batches=lambda step: pairs)
     train_gpt.compile_model(run, required=True)
     assert lines == [] and all(p.grad is None for p in run.model.parameters())
     assert all(block._compiled_call_impl for block in run.model.blocks)
@@ -316,6 +333,24 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
         run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.evaluate(run)
     assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
+
+
+def test_a_long_validation_tells_every_ten_seconds_how_long_it_takes(monkeypatch):
+    """The lines begin with no word that records/verify.py reads."""
+    run, lines, clock = make_run(grad_accum_steps=1, micro_batch_tokens=32), [], [0.0]
+    run.log = types.SimpleNamespace(line=lines.append)
+    run.val_tokens, run.val_bytes = torch.randint(0, 260, (40 * 32 + 1,)).numpy().astype("uint16"), 1000
+    forward = run.model.forward
+
+    def slow(x, y):
+        clock[0] += 3.0
+        return forward(x, y)
+
+    monkeypatch.setattr(run.model, "forward", slow)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
+    train_gpt.evaluate(run)
+    assert lines[:2] == ["validation: 10%, 108 s left", "validation: 20%, 96 s left"] and len(lines) == 10
+    assert lines[-1] == "validation: 100%, 0 s left" and not any(line.startswith(COMPARED_LINES) for line in lines)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
@@ -349,7 +384,7 @@ def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_and_
             meet(run.ranks.rank)
         walls[run.ranks.rank] += ms
 
-    def train_step(run, factor):
+    def train_step(run, batches):
         spend(run, 50.0, together=True)
         return torch.tensor(1.0), torch.tensor(1.0)
 
@@ -361,14 +396,13 @@ def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_and_
         spend(runs[0], 700.0)
         return b"", {}
 
-    stubs = {"train_step": train_step, "evaluate": evaluate, "pack": pack, "log_step": lambda *a: None,
-             "save_checkpoint": lambda run: spend(run, 900.0), "write_whole": lambda *a: None}
+    stubs = {"train_step": train_step, "evaluate": evaluate, "pack": pack, "save_checkpoint": lambda run: spend(run, 900.0), "write_whole": lambda *a: None}
     for name, value in stubs.items():
         monkeypatch.setattr(train_gpt, name, value)
     runs = []
     for rank in range(world_size):
-        run = make_run(iterations=3, val_loss_every=1, checkpoint_every=1, size_cap=1)
-        run.loader = types.SimpleNamespace()
+        run = make_run(iterations=3, val_loss_every=1, checkpoint_every=1, size_cap=1, warmup_steps=0)
+        run.loader = SILENT
         run.ranks = types.SimpleNamespace(
             device=torch.device("cpu"), rank=rank, world_size=world_size,
             now_ms=lambda rank=rank: offsets[rank] + walls[rank], max=lambda *posted, rank=rank: meet(rank, posted),
@@ -384,8 +418,8 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
     """As on a GPU, where agreeing waits for the device: 100 ms a step, then 130 from step 300 on."""
     clock, agreed, factors = [0.0], [], []
 
-    def train_step(run, factor):
-        factors.append((run.time_ms, factor))
+    def train_step(run, batches):
+        factors.append((run.time_ms, train_gpt.schedule(run.config, run.step, run.time_ms)[0]))
         clock[0] += 100.0 if run.step < 300 else 130.0
         return torch.tensor(1.0), torch.tensor(1.0)
 
@@ -393,13 +427,13 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
         agreed.append(run.step)
         return list(values)
 
-    for name, value in (("train_step", train_step), ("log_step", lambda *a: None),
-                        ("evaluate", lambda run: {"val_loss": 1.0, "val_bpb": 1.0}), ("pack", lambda *a: (b"", {})),
-                        ("write_whole", lambda *a: None)):
+    for name, value in (("train_step", train_step), ("evaluate", lambda run: {"val_loss": 1.0, "val_bpb": 1.0}),
+                        ("pack", lambda *a: (b"", {})), ("write_whole", lambda *a: None)):
         monkeypatch.setattr(train_gpt, name, value)
-    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
+    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0,
+                   warmup_steps=0)
     run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
-    run.loader = types.SimpleNamespace()
+    run.loader = SILENT
     run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
                                       now_ms=lambda: clock[0], max=agree, sum=lambda tensor: tensor)
     train_gpt.train(run)
@@ -409,7 +443,7 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatc
     assert len(agreed) < 90
     true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(run.step)]
     assert all(abs(known - time) <= 10 * 30 for (known, _), time in zip(factors, true))
-    assert factors[-1][1] == pytest.approx(train_gpt.lr_factor(run.config, run.step - 1, true[-1]))
+    assert factors[-1][1] == pytest.approx(train_gpt.schedule(run.config, run.step - 1, true[-1])[0])
 
 
 def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
@@ -452,23 +486,23 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
     """float16: the table's gradient overflows; the matrices stay finite, and no fault is seen."""
     run = make_run(dtype="float16", grad_accum_steps=1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
+    batches = micro_batches(run.config, tokens[:, :-1], tokens[:, 1:])
     before = run.model.tok_emb.weight.detach().clone()
     run.model.tok_emb.weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
     for clip in (0.0, 1.0):
         run.config = train_gpt.replace(run.config, grad_clip_norm=clip)
-        _, norm = train_gpt.train_step(run, 1.0)
-        assert norm.isinf() and run.first_bad == -1 and torch.equal(run.model.tok_emb.weight, before)
+        _, norm = train_gpt.train_step(run, batches)
+        assert norm.isinf() and run.first_bad == train_gpt.NEVER and torch.equal(run.model.tok_emb.weight, before)
         assert all(p.isfinite().all() for p in run.model.parameters())
 
 
 def test_a_step_sets_learning_rates_and_momentum():
-    run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10)
+    run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10, iterations=10, warmdown_iters=20, weight_decay=0.1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.loader = loader_of(run.config, lambda step: (tokens[:, :-1], tokens[:, 1:]))
     run.step = 5
-    loss, norm = train_gpt.train_step(run, 0.25)
+    loss, norm = train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     assert [group["lr"] for group in groups] == [group["base_lr"] * 0.25 for group in groups]
+    assert {group["kind"]: group["weight_decay"] for group in groups} == {"embed": 0.1, "scalar": 0.0, "matrix": 0.1}
     assert groups[-1]["momentum"] == pytest.approx(0.955)
     assert norm > 0 and abs(loss.item() - 5.56) < 0.1

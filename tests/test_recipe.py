@@ -57,10 +57,10 @@ def test_windows_score_every_token_once_with_the_longest_context(length, stride)
 def test_warmdown_as_a_fraction_of_the_time_or_of_the_steps():
     config = tiny_config(iterations=100, warmdown_fraction=0.4, warmdown_iters=0, min_lr=0.1)
     for step, wanted in ((0, 1.0), (60, 1.0), (80, 0.55), (100, 0.1)):
-        assert train_gpt.lr_factor(config, step, 1e6) == pytest.approx(wanted)
+        assert train_gpt.schedule(config, step, 1e6)[0] == pytest.approx(wanted)
     config = tiny_config(iterations=10_000, warmdown_fraction=0.4, max_wallclock_seconds=10.0)
     for elapsed_ms, wanted in ((0, 1.0), (6000, 1.0), (8000, 0.5), (10_500, 0.0)):
-        assert train_gpt.lr_factor(config, 10, elapsed_ms) == pytest.approx(wanted)
+        assert train_gpt.schedule(config, 10, elapsed_ms)[0] == pytest.approx(wanted)
 
 
 def test_polar_express_moves_singular_values_closer_to_one():

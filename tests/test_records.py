@@ -288,6 +288,8 @@ FORGERIES = {
                                                 for s in (".log", ".jsonl")], "seed 2 differs in MATRIX_LR"),
     "settings in the .jsonl alone": (lambda f: edit(f / "train_seed2.jsonl", '"NUM_LAYERS": 2', '"NUM_LAYERS": 3'),
                                      "the .log has .*NUM_LAYERS.: 2.* where the .jsonl gives .*NUM_LAYERS.: 3"),
+    "a part of the validation text": (lambda f: set_in_logs(f, "VAL_TOKENS", "0", "2976"),
+                                      "VAL_TOKENS scores a part of the validation text"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
     "too long": (longer_training, "900.0 s of training pass the cap by more than the last step"),
     "too high a cap": (lambda f: track(f, max_train_seconds=599),

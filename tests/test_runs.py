@@ -168,7 +168,7 @@ def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatc
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
     (dict(VOCAB_SIZE=261), "set VOCAB_SIZE=260"),
-    (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768), "too few for one row"),
+    (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768), "too few for a row"),
     (dict(TRAIN_BATCH_TOKENS=31), "TRAIN_BATCH_TOKENS=31"),
     (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
@@ -238,3 +238,33 @@ def test_a_log_has_what_its_numbers_can_be_recomputed_from(finished):
     assert export["code_sha256"] == hashlib.sha256((REPOSITORY / "train_gpt.py").read_bytes()).hexdigest()
     clock = [e["elapsed_s"] for e in log]
     assert clock == sorted(clock) and 0 < clock[0] < clock[-1]
+
+
+def test_a_quick_look_scores_the_first_tokens_and_every_line_says_so(tmp_path, monkeypatch, capsys):
+    data = make_shards(tmp_path)
+    scores = {}
+    for tokens in (0, 100, 5000):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID=f"v{tokens}", VAL_TOKENS=tokens, EVAL_STRIDE=16))
+        scores[tokens] = events(tmp_path, f"v{tokens}")
+        shown = [line for line in capsys.readouterr().out.splitlines() if "val_bpb:" in line and "enabled" not in line]
+        assert len(shown) == 6 and all(line.endswith(f" partial:{tokens}") == bool(tokens) for line in shown), shown
+    assert [log[0]["val_tokens"] for log in scores.values()] == [2976, 128, 2976]  # full rows
+    whole, part, more = ([e["val_loss"] for e in log if e["event"] in ("val", "final")] for log in scores.values())
+    assert whole == more and len(part) == len(whole) and all(a != b for a, b in zip(part, whole))
+    manifest = {"splits": {"val": {"tokens": 2999, "shards": []}}}  # the whole text is checked
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit, match=r"manifest.json says \[2999, .*but the shards"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, VAL_TOKENS=100))
+
+
+@pytest.mark.parametrize("changes, warned", [
+    ({"MAX_WALLCLOCK_SECONDS": 1000}, True), ({"MAX_WALLCLOCK_SECONDS": 0}, False),
+    ({"MAX_WALLCLOCK_SECONDS": 1000, "WARMDOWN_FRACTION": 0.5}, False),
+    ({"MAX_WALLCLOCK_SECONDS": 1000, "LR_SCHEDULE": "cosine"}, False),
+    ({"MAX_WALLCLOCK_SECONDS": 1000, "WARMDOWN_ITERS": 0}, False)])
+def test_a_run_that_will_never_lower_its_rates_says_so_once(tmp_path, monkeypatch, capsys, changes, warned):
+    """WARMDOWN_ITERS end at the limit of time, if there is one; these steps end long before."""
+    run_here(monkeypatch, tmp_path, *tiny_arguments(make_shards(tmp_path), ITERATIONS=14, VAL_LOSS_EVERY=0, **changes))
+    lines = capsys.readouterr().out.splitlines()
+    found = [i for i, line in enumerate(lines) if "ITERATIONS will end before the rates are lowered" in line]
+    assert len(found) == warned and all(lines[i - 1].startswith("step:10/14 ") for i in found)
