@@ -25,6 +25,9 @@ install() {  # a requirements file, once for each content of it
   if [ ! -x .venv/bin/python ] && has_pytorch; then
     echo "using the PyTorch of $python"
     "$python" -m venv --system-site-packages .venv
+    # That shows the packages of its base alone, and they are elsewhere if it is in a virtual environment itself.
+    "$python" -c 'import sysconfig; print(*{sysconfig.get_path(name) for name in ("purelib", "platlib")}, sep="\n")' \
+      > "$(echo .venv/lib/python*/site-packages)/has-pytorch.pth"
     touch .venv/has-pytorch
   elif [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
@@ -36,6 +39,10 @@ install() {  # a requirements file, once for each content of it
     packages="-r $1"
   fi
   .venv/bin/python -m pip install -q --disable-pip-version-check $packages
+  if ! .venv/bin/python -c 'import torch'; then
+    echo "run.sh: .venv cannot import PyTorch; delete .venv and try again" >&2
+    exit 1
+  fi
   touch "$stamp"
 }
 
@@ -118,7 +125,7 @@ elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
 fi
 command=(.venv/bin/python train_gpt.py)
 if [ "$gpus" -gt 0 ]; then
-  command=(.venv/bin/torchrun --standalone --nproc_per_node="$gpus" train_gpt.py)
+  command=(.venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$gpus" train_gpt.py)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
 printf '%q ' "${command[@]}"

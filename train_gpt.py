@@ -27,6 +27,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -1074,14 +1075,13 @@ def export(run: "Run") -> None:
         data, about = run.packed
         path = Path(config.out_dir, "final_model.int8.ptz")
         write_whole(path, data)
-        size = path.with_name("final_model.pt").stat().st_size
         ratio = sum(t.nbytes for t in run.model.state_dict().values()) / about["payload_bytes"]
         log.event("export", "Serialized model: {model_bytes} bytes\nCode size: {code_bytes} bytes\n"
-                  f"Total submission size: {size + len(run.code)} bytes\n"
+                  f"Total submission size: {run.model_bytes + len(run.code)} bytes\n"
                   "Serialized model int8+zlib: {artifact_bytes} bytes (payload:{payload_bytes} "
                   f"raw_torch:{{raw_bytes}} payload_ratio:{ratio:.2f}x)\n"
                   f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes",
-                  step=run.step, model_bytes=size, code_bytes=len(run.code),
+                  step=run.step, model_bytes=run.model_bytes, code_bytes=len(run.code),
                   code_sha256=sha256(run.code).hexdigest(), **about)
         if about["not_calibrated"]:
             log.line(f"warning: not GPTQ, but rounded to nearest: {about['not_calibrated']}")
@@ -1099,6 +1099,8 @@ def export(run: "Run") -> None:
     score = evaluate(run)
     log.event("final", f"final_int8_zlib_roundtrip {rounded}{timed}\n"
               f"final_int8_zlib_roundtrip_exact {exact}{run.partial}", step=run.step, **score)
+    if run.unsaved:
+        write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
@@ -1199,7 +1201,7 @@ class Run:
         if config.init_from and not checkpoint:
             load_weights(self.model, config.init_from)
         self.model.to(ranks.device)
-        self.packed = None  # pack's
+        self.packed = self.unsaved = None  # pack's; a final_model.pt that could not be written
         self.code = source.encode("utf-8")
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
@@ -1212,8 +1214,7 @@ class Run:
         if self.loader and config.compile == "1":
             compile_model(self, must_compile or ranks.device.type == "cuda")
         place = [self.step, -self.step, self.time_ms, -self.time_ms]
-        require(ranks.max(*place) == place, "RESUME: the ranks found different checkpoints; "
-                "OUT_DIR must be a folder that all of them see")
+        require(ranks.max(*place) == place, "RESUME: ranks found other checkpoints; share OUT_DIR")
         self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
         self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
         self.parallel = self.model
@@ -1273,9 +1274,8 @@ def train(run: Run) -> None:
     """Warm up; train until ITERATIONS, the wall-clock cap or a signal."""
     config, log, ranks, loader = run.config, run.log, run.ranks, run.loader
     grams = {}
-    is_new = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scored
-
-    # Warm-up: steps that are not timed, and undone. What would fail at the end fails now.
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scores
+    # Warm-up: steps that are not timed, and undone. A calibration that would fail fails now.
     if loader:
         before = saved(state_of(run))
         if config.gptq_batches:
@@ -1290,25 +1290,25 @@ def train(run: Run) -> None:
         run.first_bad.fill_(NEVER)
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
-    run.zero_ms = ranks.now_ms() - run.time_ms  # of Ranks.now_ms, at zero on the clock
-    first_step = run.step
-    while True:
-        # First a checkpoint, since what follows can take long.
-        step = run.step
+    run.zero_ms = ranks.now_ms() - run.time_ms  # when the clock was at zero
+    step = first_step = run.step
+    while True:  # first a checkpoint, since what follows can take long
         done = step >= config.iterations or run.time_ms >= run.cap_ms
-        is_saved = config.checkpoint_every and (done or is_due(step, config.checkpoint_every))
-        if step > first_step and (is_saved or run.stop_signal) and ranks.rank == 0:
+        saves = config.checkpoint_every and (done or is_due(step, config.checkpoint_every))
+        if step > first_step and (saves or run.stop_signal) and ranks.rank == 0:
             save_checkpoint(run)
         if run.stop_signal:
             break
 
-        # At the end: the floats first, off the clock; then calibration, which reads training text.
-        if done and is_new and ranks.rank == 0:
+        if done and exports and ranks.rank == 0:  # first of all, and off the clock
             start_ms = ranks.now_ms()
-            floats = {name: t.cpu() for name, t in run.model.state_dict().items()}
-            write_whole(Path(config.out_dir, "final_model.pt"), saved(floats))
+            run.unsaved = saved({name: t.cpu() for name, t in run.model.state_dict().items()})
+            run.model_bytes = len(run.unsaved)
+            with suppress(OSError):  # a full disk: export() tries again, after the artifact
+                write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
+                run.unsaved = None
             run.zero_ms += ranks.now_ms() - start_ms
-        if done and config.gptq_batches and loader:
+        if done and config.gptq_batches and loader:  # on the clock: it reads training text
             batches = (batch for i in range(config.gptq_batches)
                        for batch in loader.batches(step + i))
             grams = calibrate(run.model, batches, ranks)
@@ -1321,7 +1321,7 @@ def train(run: Run) -> None:
                       "val_bpb:{val_bpb:.4f} train_time:{train_time_ms:.0f}ms "
                       f"step_avg:{run.time_ms / max(step, 1):.2f}ms{run.partial}",
                       step=step, train_time_ms=run.time_ms, **evaluate(run))
-            if is_new and ranks.rank == 0 and (done or config.size_cap):
+            if exports and ranks.rank == 0 and (done or config.size_cap):
                 run.packed = pack(run.model.state_dict(), config, grams)
                 size = len(run.packed[0]) + len(run.code)
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
@@ -1334,9 +1334,9 @@ def train(run: Run) -> None:
         if done:
             break
         if run.stop_signal:
-            continue  # to the checkpoint
+            continue  # to the checkpoint above
 
-        # One step. When the ranks agree, they wait for the device; in between, the pace is known.
+        # One step. Now and then the ranks agree on time, signals and faults.
         loss, norm = train_step(run, loader.batches(step))
         run.step = step = step + 1
         run.time_ms += run.pace_ms
@@ -1344,15 +1344,17 @@ def train(run: Run) -> None:
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
                 or run.pace_ms > 1000 or run.time_ms > run.cap_ms - 20 * run.pace_ms
                 or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
-            run.time_ms, bad = run.agree(ranks.now_ms() - run.zero_ms, -int(run.first_bad))
+            steps_ago = max(0, step - int(run.first_bad))  # waits for the device
+            run.time_ms, steps_ago = run.agree(ranks.now_ms() - run.zero_ms, steps_ago)
             run.pace_ms = (run.time_ms - run.agreed[1]) / (step - run.agreed[0])
             run.agreed = (step, run.time_ms)
-            if -bad < step:
-                token = loader.start(int(-bad) * loader.pieces)
-                log.event("nonfinite", step=int(1 - bad), token=token)
-                raise FloatingPointError(
-                    f"the loss or gradient of step:{1 - bad:.0f} is not finite, at training token "
-                    f"{token}; lower the rates or set GRAD_CLIP_NORM=1")
+            if steps_ago:
+                bad = step - int(steps_ago)
+                token = loader.start(bad * loader.pieces)
+                log.event("nonfinite", step=bad + 1, token=token)
+                raise FloatingPointError(f"the loss or gradient of step:{bad + 1} is not finite, "
+                                         f"at training token {token}; lower the rates or set "
+                                         "GRAD_CLIP_NORM=1")
         if is_logged or run.time_ms >= run.cap_ms:
             average = run.time_ms / step
             tokens = (step - run.logged[0]) * config.train_batch_tokens
@@ -1368,10 +1370,9 @@ def train(run: Run) -> None:
                       lr=run.optimizers[-1].param_groups[0]["lr"], grad_norm=norm.item(),
                       tok_per_sec=rate, mem_mib=torch.cuda.max_memory_allocated() >> 20,
                       eta_s=left_s, epoch=step * loader.step_tokens / loader.epoch_tokens)
-        if step == 10 and config.warmdown_iters > 1 and schedule(
+        if step == 10 and config.warmdown_iters > 1 > config.min_lr and schedule(
                 config, config.iterations - 1, config.iterations * average)[0] == 1:
-            log.line("warning: ITERATIONS will end before the rates are lowered, which "
-                     "MAX_WALLCLOCK_SECONDS decides; set WARMDOWN_FRACTION, or no such limit")
+            log.line("warning: ITERATIONS end before the rates fall; set WARMDOWN_FRACTION=0.4")
     if run.stop_signal:
         log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
     elif run.step < config.iterations:
@@ -1449,8 +1450,7 @@ def announce(run: Run, overrides: dict) -> None:
                   val_tokens=val_tokens, val_bytes=run.val_bytes, data_sha256=run.data_sha256)
     run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
-train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens} \
-loader:{c.loader}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens}
 val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}{run.partial}
 model_params:{sum(p.numel() for p in run.model.parameters())}
 world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
@@ -1479,8 +1479,8 @@ def main() -> None:
         train(run)
         if not run.stop_signal:
             export(run)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"train_gpt.py: {error}")
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
+        sys.exit(f"train_gpt.py: {str(error) or 'stopped before training'}")
     except RuntimeError as error:
         if "out of memory" not in str(error) and "t allocate memory" not in str(error):
             raise

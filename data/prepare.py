@@ -116,14 +116,26 @@ def find_files(source: str) -> list[Path]:
     return files
 
 
+def encoding_hint(raw: bytes) -> str:
+    """Return what bytes that are not UTF-8 text seem to be, and what to do about it."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "it begins as UTF-16 does; convert it: iconv -f UTF-16 -t UTF-8 FILE > OTHER.txt"
+    if b"\0" in raw:
+        return "it has bytes of 0: UTF-16, which iconv -f UTF-16LE -t UTF-8 converts, or no text at all"
+    return "it may be Latin-1 or Windows-1252, which iconv -f WINDOWS-1252 -t UTF-8 converts, or no text at all"
+
+
 def decode(content: str, is_json: bool, origin: str) -> str:
     """Return a document's text. Raises ValueError with its origin if it is not valid."""
     try:
         text = json.loads(content)["text"] if is_json else content
         text.encode("utf-8")  # fails for bytes that were not UTF-8, and for half a surrogate pair in JSON
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        expected = 'a JSON object {"text": "..."}' if is_json else "UTF-8 text"
-        raise ValueError(f"{origin}: not {expected}: {error}") from None
+        if not is_json:
+            raise ValueError(f"{origin}: not UTF-8 text; {encoding_hint(content.encode(errors='surrogateescape'))}") from None
+        raise ValueError(f'{origin}: not a JSON object {{"text": "..."}}: {error}') from None
+    if not is_json and text.count("\0") > len(text) // 10:  # UTF-16 without its mark is valid UTF-8, for ASCII
+        raise ValueError(f"{origin}: not UTF-8 text; {encoding_hint(text.encode())}")
     return text
 
 
@@ -146,10 +158,11 @@ def read_file(path: Path, bar: tqdm) -> Iterator[str]:
     with path.open("rb") as packed:
         unpacked = UNPACK[path.suffix](packed) if path.suffix in UNPACK else packed
         file = io.TextIOWrapper(unpacked, encoding="utf-8", errors="surrogateescape", newline="\n")
-        documents = filter(str.strip, file) if is_json else cut_text(file)
+        unit = "line" if is_json else "document"
         try:
-            for number, content in enumerate(documents, 1):
-                yield decode(content, is_json, f"{path}, document {number}")
+            for number, content in enumerate(file if is_json else cut_text(file), 1):
+                if content.strip() or not is_json:
+                    yield decode(content, is_json, f"{path}, {unit} {number}")
                 bar.update(start + packed.tell() - bar.n)
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or incomplete: {error}") from None
@@ -199,8 +212,8 @@ def sample_training_text(sources: list[str], split: Split) -> list[str]:
         size += len(raw) + ENTRY_BYTES
         while size > SAMPLE_BYTES and len(heap) > 1:
             size -= len(heapq.heappop(heap)[2]) + ENTRY_BYTES
-    if not heap:
-        raise ValueError("there is no training document to learn a vocabulary from")
+    if not any(raw.strip() for _, _, raw in heap):
+        raise ValueError(f"{', '.join(sources)}: there is no text for training, from which a vocabulary could be learnt")
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
@@ -290,6 +303,8 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
         splits[part]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
         splits[part]["shards"] = writer.shards
     total = splits["train"]["documents"] + splits["val"]["documents"]
+    if not total:
+        raise ValueError(f"{', '.join([*options.sources, *filter(None, [options.val_file])])}: there is no text")
     for part in ("val", "train") if options.sources else ("val",):
         if not splits[part]["documents"]:
             raise ValueError(f"none of the {total} documents is in the {part} split: try another "

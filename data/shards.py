@@ -350,7 +350,7 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -
 
 
 def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
-    """Return lines with the counts of each split and the train_gpt.py command for the data set in `out`."""
+    """Return lines with the counts of each split and the next command for the data set in `out`."""
     lines = []
     for part, counts in splits.items():
         if counts["documents"]:
@@ -366,10 +366,14 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
                      f"validation documents. The split's {val['bytes']:,} bytes become "
                      f"{val['decoded_bytes']:,}. Divide val_bpb by {val['original_per_decoded_byte']:.6f} "
                      f"to get bits per original byte.")
-    path = f"{out}/{tokenizer.file.name}" if tokenizer.file else tokenizer.spec
-    command = ["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={path}",
-               f"VOCAB_SIZE={tokenizer.vocab_size}"]
-    if not splits["train"]["documents"]:
-        command += ["ITERATIONS=0", "INIT_FROM=final_model.int8.ptz"]
+    here = Path.cwd() == REPOSITORY  # where run.sh reads paths from
+    place = out if here else str(Path(out).resolve())
+    path = f"{place}/{tokenizer.file.name}" if tokenizer.file else tokenizer.spec
+    settings = [f"DATA_PATH={place}", f"TOKENIZER_PATH={path}", f"VOCAB_SIZE={tokenizer.vocab_size}"]
+    if splits["train"]["documents"]:  # run.sh sets what suits the machine
+        command = ["./run.sh" if here else os.path.relpath(REPOSITORY / "run.sh"), *settings]
+    else:
+        script = "train_gpt.py" if here else os.path.relpath(REPOSITORY / "train_gpt.py")
+        command = ["python", script, *settings, "ITERATIONS=0", "INIT_FROM=final_model.int8.ptz"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

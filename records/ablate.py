@@ -79,13 +79,21 @@ def main() -> None:
     try:
         lines = Path(options.base).read_text(encoding="utf-8").splitlines() if options.base else []
         common = pairs_of([line for line in lines if line and line[0] != "#"] + options.settings)
+        names = [words.split()[0] for words in options.variations]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
         trials = [(name, seed, {**common, **pairs_of(words)}) for name, *words in map(str.split, options.variations)
                   for seed in options.seeds.split(",")]
     except (OSError, ValueError) as error:
         sys.exit(f"ablate.py: {error}")
     threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    with ThreadPoolExecutor(options.jobs) as pool:
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
         logs = list(pool.map(lambda trial: train(*trial, threads), trials))
+    except KeyboardInterrupt:
+        sys.exit("ablate.py: stopped; the same command goes on, and keeps the runs that have finished")
+    finally:
+        pool.shutdown(cancel_futures=True)
     results = {}
     for (name, seed, _), events in zip(trials, logs):
         last = {event["event"]: event for event in events}

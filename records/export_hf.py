@@ -84,7 +84,7 @@ def load_folder(folder: Path | str) -> train_gpt.GPT:
 def write_folder(model: train_gpt.GPT, folder: Path) -> None:
     """Write the model's tensors, config.json, README.md, and its tokenizer if that is a file. Raises ValueError if
     the folder is not empty, and OSError."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     config = model.config
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty")
@@ -101,8 +101,8 @@ def write_folder(model: train_gpt.GPT, folder: Path) -> None:
     (folder / "README.md").write_text(CARD.format(
         name=folder.resolve().name, parameters=sum(p.numel() for p in model.parameters()), tokenizer=tokenizer.name,
         context=config.train_seq_len, digest=config.tokenizer_sha256 or "unknown"), encoding="utf-8")
-    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))  # as readable as the other files
 
 
 @torch.inference_mode()
@@ -116,7 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="artifact or state dict")
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value", help="settings of the training, if the file has none")
+    parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
+                        help="settings of the training, if the file has none")
     options = parser.parse_args()
     if not find_spec("safetensors"):
         sys.exit("export_hf.py: safetensors must be installed: pip install safetensors")

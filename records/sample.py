@@ -108,7 +108,8 @@ def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="artifact, state dict, or folder of export_hf.py")
-    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value", help="settings of the training, if the file has none")
+    parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
+                        help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--length", type=int, default=200, help="maximum tokens per sample (default 200)")
@@ -122,6 +123,7 @@ def main() -> None:
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     try:
         model = load(options.model, options.settings)
         tokenizer = find_tokenizer(model, options.tokenizer)

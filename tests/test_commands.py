@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -95,8 +97,8 @@ def test_run_sh_on_gpus_fetches_fineweb_or_trains_shortly_on_the_speeches(checko
 *device_count*) echo 2 ;;
 *download.py*) {fetch} ;;
 *prepare.py*) mkdir -p data/datasets/sotu_sp1024; touch data/datasets/sotu_sp1024/manifest.json ;;
+*torch.distributed.run*) mkdir -p logs; touch logs/x.txt; echo "torchrun $*" ;;
 esac""")
-    stand_in(checkout, "torchrun", 'mkdir -p logs; touch logs/x.txt; echo "torchrun $*"')
     result = shell(checkout, "run.sh", "SEED=7")
     assert result.returncode == 0, result.stderr
     started = next(line for line in result.stdout.splitlines() if line.startswith("torchrun "))
@@ -111,8 +113,8 @@ def test_run_sh_ends_when_the_user_stops_the_download(checkout):
     stand_in(checkout, "python", """case "$*" in
 *device_count*) echo 2 ;;
 *download.py*) exit 130 ;;
+*torch.distributed.run*) echo "torchrun $*" ;;
 esac""")
-    stand_in(checkout, "torchrun", 'echo "torchrun $*"')
     result = shell(checkout, "run.sh")
     assert result.returncode and "torchrun" not in result.stdout
 
@@ -153,8 +155,29 @@ def test_ablations_are_trained_once_and_compared(checkout):
     logs = [json.loads(line) for line in (checkout / "logs" / "ablate_plain_1.jsonl").read_text().splitlines()]
     assert plain[0] == "plain" and plain[2] == "+0.0000" and slope[0] == "slope" and slope[2] != "+0.0000"
     assert min(float(plain[5]), float(plain[6])) - 0.02 < logs[-1]["val_loss"] < max(float(plain[5]), float(plain[6])) + 0.02
-    wrong = subprocess.run([*command[:2], "x MLP_SLOPE"], cwd=checkout, env=clean, capture_output=True, text=True, check=False)
-    assert wrong.returncode and "ablate.py: 'MLP_SLOPE' is not VARIABLE=value" in wrong.stderr
+    for variations, message in ((["x MLP_SLOPE"], "'MLP_SLOPE' is not VARIABLE=value"),
+                                (["x", "y MLP_SLOPE=0.5", "x MLP_SLOPE=0.3"], "two variations are called x; give each")):
+        wrong = subprocess.run([*command[:2], *variations], cwd=checkout, env=clean, capture_output=True, text=True, check=False)
+        assert wrong.returncode and f"ablate.py: {message}" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ablations_with_a_sentence(checkout):
+    """As in a terminal, where it goes to the whole group of processes; the runs that wait are not started."""
+    data = make_shards(checkout)
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    command = [sys.executable, "records/ablate.py", "a", "b", "--seeds", "1,2", "--settings",
+               *tiny_arguments(data, ITERATIONS=10**6, VAL_LOSS_EVERY=0)]
+    process = subprocess.Popen(command, cwd=checkout, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    log = checkout / "logs" / "ablate_a_1.jsonl"
+    while process.poll() is None and not (log.exists() and '"step": 5' in log.read_text()):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in errors, errors
+    assert "ablate.py: stopped; the same command goes on" in errors
+    assert [path.name for path in (checkout / "logs").glob("*.jsonl")] == ["ablate_a_1.jsonl"]
 
 
 def test_run_sh_uses_a_pytorch_that_is_there(checkout):
@@ -164,7 +187,7 @@ def test_run_sh_uses_a_pytorch_that_is_there(checkout):
     own.write_text("""#!/usr/bin/env bash
 case "$*" in
 -c*) exit 0 ;;
-"-m venv --system-site-packages .venv") mkdir -p .venv/bin
+"-m venv --system-site-packages .venv") mkdir -p .venv/bin .venv/lib/python3/site-packages
   printf '#!/usr/bin/env bash\\ncase "$*" in *pip*) echo "pip $*" ;; *device_count*) echo 0 ;; esac\\n' > .venv/bin/python
   chmod +x .venv/bin/python ;;
 *) exit 1 ;;
@@ -175,6 +198,29 @@ esac
     assert "using the PyTorch of ./own-python" in result.stdout, result.stderr
     installed = next(line for line in result.stdout.splitlines() if line.startswith("pip "))
     assert "sentencepiece" in installed and "pytest" in installed and "torch" not in installed and "==" not in installed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_run_sh_uses_the_pytorch_of_another_virtual_environment(checkout, whole):
+    """If PyTorch cannot be imported from there, that is said, and tried again the next time."""
+    shutil.rmtree(checkout / ".venv")
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (checkout / name).write_text("pip\n")  # is there: no network is needed
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", checkout / "own"], check=True)
+    site = next((checkout / "own" / "lib").glob("python*")) / "site-packages"
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text(
+        "import sys, types\n__version__ = '2.9.1+mine'\ncuda = types.SimpleNamespace(is_available=lambda: True)\n"
+        + ("" if whole else "assert '.venv' not in sys.prefix, 'a library is missing'\n"))
+    result = shell(checkout, "-c", "PYTHON=$PWD/own/bin/python ./run.sh test --version")
+    assert f"using the PyTorch of {checkout}/own/bin/python" in result.stdout, result.stderr
+    assert bool(list((checkout / ".venv").glob("installed-*"))) == whole
+    if whole:
+        shown = shell(checkout, "-c", ".venv/bin/python -c 'import torch; print(torch.__version__)'").stdout
+        assert shown == "2.9.1+mine\n" and not (checkout / ".venv" / "bin" / "torchrun").exists()
+    else:
+        assert result.returncode == 1 and "run.sh: .venv cannot import PyTorch; delete .venv and try again" in result.stderr
 
 
 def test_run_sh_names_the_cuda_version_of_a_driver_that_is_too_old(checkout):

@@ -421,6 +421,15 @@ train_gpt.main()
     assert "stopped: signal 2 after step:0" in result.stdout and not checkpoints(tmp_path)
 
 
+def test_ctrl_c_before_the_training_is_one_sentence(tmp_path, monkeypatch, data):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_gpt, "load_validation", interrupted)
+    with pytest.raises(SystemExit, match="^train_gpt.py: stopped before training$"):
+        tiny_run(monkeypatch, tmp_path, data)
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path, data):
     """But not within a second of the first one, since launchers repeat signals."""
     (tmp_path / "driver.py").write_text(f"""
@@ -520,7 +529,7 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
 
     monkeypatch.setattr(train_gpt.os, "fsync", fsync)
     monkeypatch.setattr(train_gpt, "train_step", step)
-    with pytest.raises(SystemExit, match="final_model.pt could not be written: .*No space left"):
+    with pytest.raises(SystemExit, match="final_model.int8.ptz could not be written: .*No space left"):
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, WARMUP_STEPS=0)
     out = capsys.readouterr().out
     assert all(f"warning: no checkpoint of step {step}: checkpoints/run_0000000{step}.pt" in out for step in (6, 8, 9))
@@ -531,6 +540,34 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     tiny_run(monkeypatch, tmp_path, data, RESUME="auto")
     tiny_run(monkeypatch, tmp_path / "whole", data)
     assert artifacts(tmp_path) == artifacts(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+def test_a_disk_that_is_too_full_for_the_floats_gets_the_artifact(tmp_path, monkeypatch, data, failures):
+    """Which is a third of their size. They are tried again at the end, and only then the run has failed."""
+    written, failed = train_gpt.write_whole, []
+
+    def write_whole(path, content):
+        if path.name == "final_model.pt" and len(failed) < failures:
+            failed.append(path)
+            raise OSError(f"{path} could not be written: [Errno 28] No space left on device")
+        written(path, content)
+
+    monkeypatch.setattr(train_gpt, "write_whole", write_whole)
+    if failures == 1:
+        tiny_run(monkeypatch, tmp_path, data)
+    else:
+        with pytest.raises(SystemExit, match="^train_gpt.py: final_model.pt could not be written: .*No space left"):
+            tiny_run(monkeypatch, tmp_path, data)
+        assert not (tmp_path / "final_model.pt").exists()
+    log = events(tmp_path, "run")
+    assert [event["event"] for event in log[-2:]] == ["export", "final"] and (tmp_path / "final_model.int8.ptz").exists()
+    monkeypatch.undo()
+    tiny_run(monkeypatch, tmp_path / "whole", data)
+    kept = ["final_model.pt"] * (failures == 1) + ["final_model.int8.ptz"]
+    assert all((tmp_path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in kept)
+    wanted = next(event for event in events(tmp_path / "whole", "run") if event["event"] == "export")
+    assert log[-2]["model_bytes"] == wanted["model_bytes"]
 
 
 def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, data, capsys):

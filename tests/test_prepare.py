@@ -4,9 +4,11 @@ import gzip
 import hashlib
 import json
 import lzma
+from pathlib import Path
 
 import prepare
 import pytest
+import shards
 import train_gpt
 from conftest import REPOSITORY, run_here, tiny_config
 from test_bytes import write_jsonl
@@ -112,9 +114,9 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content, wanted", [
-    (b'{"text": "a"}\n{"text": 3}\n', "document 2: not a JSON object"),
-    (b'{"text": "a"}\n{"txt": "b"}\n', "document 2"), (b"not json\n", "document 1"), (b'["text"]\n', "document 1"),
-    (b'{"text": "\\ud83d"}\n', "document 1"), (b'{"text": "a"}\n \n{"text": "caf\xe9"}\n', "document 2"),
+    (b'{"text": "a"}\n{"text": 3}\n', "line 2: not a JSON object"),
+    (b'{"text": "a"}\n{"txt": "b"}\n', "line 2"), (b"not json\n", "line 1"), (b'["text"]\n', "line 1"),
+    (b'{"text": "\\ud83d"}\n', "line 1"), (b'{"text": "a"}\n \n{"text": "caf\xe9"}\n', "line 3"),
 ])
 def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
     (tmp_path / "bad.jsonl").write_bytes(content)
@@ -197,13 +199,39 @@ def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     make(monkeypatch, tmp_path / "set", source, "--tokenizer", "sp300")
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ").split()
-    assert command[:2] == ["python", "train_gpt.py"] and (REPOSITORY / command[1]).exists()
+    assert Path(command[0]).resolve() == REPOSITORY / "run.sh"  # which chooses a model for the machine
     run_here(
-        monkeypatch, tmp_path, *command[2:], "NUM_LAYERS=1", "MODEL_DIM=16", "NUM_HEADS=1", "NUM_KV_HEADS=1", "ITERATIONS=1",
+        monkeypatch, tmp_path, *command[1:], "NUM_LAYERS=1", "MODEL_DIM=16", "NUM_HEADS=1", "NUM_KV_HEADS=1", "ITERATIONS=1",
         "TRAIN_SEQ_LEN=16", "TRAIN_BATCH_TOKENS=128", "VAL_BATCH_SIZE=1024", "WARMUP_STEPS=0", "DEVICE=cpu",
         "COMPILE=0")
     output = capsys.readouterr().out
     assert "tokenizer_kind=sentencepiece" in output and "roundtrip_exact" in output
+
+
+def test_the_printed_command_is_short_in_the_repository(tmp_path, monkeypatch, capsys):
+    """And absolute elsewhere, since run.sh reads paths from there."""
+    source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
+    monkeypatch.chdir(tmp_path)
+    for where, wanted in ((tmp_path, "./run.sh DATA_PATH=set0 TOKENIZER_PATH=byte260 VOCAB_SIZE=260"),
+                          (REPOSITORY, f"run.sh DATA_PATH={tmp_path}/set1 TOKENIZER_PATH=byte260 VOCAB_SIZE=260")):
+        monkeypatch.setattr(shards, "REPOSITORY", where)
+        make(monkeypatch, Path("set0" if where == tmp_path else "set1"), source, "--tokenizer", "byte260")
+        assert capsys.readouterr().out.splitlines()[-1].endswith(wanted)
+
+
+@pytest.mark.parametrize("name, content, tokenizer, message", [
+    ("a.txt", "some text\n".encode("utf-16"), "byte260", "a.txt, document 1: not UTF-8 text; .*iconv -f UTF-16 -t UTF-8"),
+    ("a.txt", "some text\n".encode("utf-16-le") * 9, "sp300", "not UTF-8 text; it has bytes of 0: UTF-16, which iconv"),
+    ("a.txt", b"\x7fELF\0\0\xff\xfe" * 50, "byte260", "not UTF-8 text; it has bytes of 0"),
+    ("a.txt", "Stra\u00dfe\n".encode("latin-1"), "byte260", "not UTF-8 text; it may be Latin-1 or Windows-1252"),
+    ("a.txt", b"", "byte260", "a.txt: there is no text"), ("a.txt", b"", "sp300", "a.txt: there is no text"),
+    ("a.txt", b"\n\n\n" * 99, "sp300", "a.txt: there is no text for training, from which a vocabulary"),
+    ("a.jsonl", b'{"text": "one"}\n\n{"text": two}\n', "byte260", "a.jsonl, line 3: not a JSON object .*: Expecting value"),
+    ("a.jsonl", b'{"text": "one"}\n["two"]\n', "byte260", "a.jsonl, line 2: not a JSON object")])
+def test_what_is_no_text_is_named(tmp_path, monkeypatch, name, content, tokenizer, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=f"(?s)^prepare.py: .*{message}"):
+        make(monkeypatch, tmp_path / "set", tmp_path / name, "--tokenizer", tokenizer)
 
 
 def test_names_with_split_names_in_them(tmp_path, monkeypatch):

@@ -84,6 +84,23 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
         export_hf.load_file(other)
 
 
+def test_a_prompt_that_is_not_utf_8_is_continued(trained):
+    folder, *_ = trained
+    result = subprocess.run([sys.executable, REPOSITORY / "records" / "sample.py", folder / "final_model.int8.ptz",
+                             "--interactive", "--length", "3"], input=b"\xff\xfe x\n", capture_output=True, check=False)
+    assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("script", ["sample.py", "export_hf.py"])
+def test_weights_without_settings_ask_for_them(trained, tmp_path, script):
+    folder, *_ = trained
+    result = run_script(script, folder / "final_model.pt", *([tmp_path / "hf"] if script == "export_hf.py" else []))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert f"{script}: {folder}/final_model.pt does not say what its model is; add the settings" in result.stderr
+    usage = run_script(script).stderr
+    assert "required: model" in usage and "VARIABLE=value" not in usage.splitlines()[-1]
+
+
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
     started = time.monotonic()
     for number, text in enumerate((b'{"TOKENIZER_PATH": ' * 50_000, b'{"TOKENIZER_PATH": ' + b"[" * 900_000, b"x" * 10 ** 8)):
