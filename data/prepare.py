@@ -240,6 +240,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
             required_chars=SPACE,  # else text with few spaces leaves them without a piece
             num_threads=16, minloglevel=2)  # the number is part of the model's bytes: the same everywhere
     except RuntimeError as error:
+        if "KeyboardInterrupt" in str(error):  # Ctrl-C while SentencePiece reads
+            raise KeyboardInterrupt from None
         raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; "
                          f"a smaller vocabulary needs less text, and byte260 needs none") from None
     path.write_bytes(model.getvalue())

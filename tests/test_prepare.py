@@ -234,6 +234,15 @@ def test_what_is_no_text_is_named(tmp_path, monkeypatch, name, content, tokenize
         make(monkeypatch, tmp_path / "set", tmp_path / name, "--tokenizer", tokenizer)
 
 
+def test_ctrl_c_while_the_tokenizer_is_learnt_is_no_fault_of_the_text(tmp_path):
+    def interrupted():
+        yield "some text\n" * 100
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare.learn_vocabulary("sp300", interrupted(), tmp_path / "tokenizer.model")
+
+
 def test_names_with_split_names_in_them(tmp_path, monkeypatch):
     """A data set called my_val_set has no more validation shards than another one."""
     source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
