@@ -78,7 +78,7 @@ if [ "$gpus" -eq 0 ] && [ -z "$device${CUDA_VISIBLE_DEVICES+hidden}" ] && comman
 then
   cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
   echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
-  echo "Install a build for it into .venv (pytorch.org lists them), or name an interpreter that has one by PYTHON." >&2
+  echo "Install a PyTorch build for it into .venv (see pytorch.org), or delete .venv and set PYTHON to a Python with one." >&2
   exit 1
 fi
 

@@ -236,6 +236,7 @@ def test_text_comes_from_the_artifact_and_from_safetensors(trained, tmp_path):
     assert written.returncode == 0, written.stderr
     assert "it gives the same logits as" in written.stdout
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1  # whoever reads one can read all
     assert run_script("sample.py", tmp_path / "hf", *options).stdout == first.stdout
     asked = run_script("sample.py", tmp_path / "hf", "--interactive", "--length", "3", input="the\nfox\n")
     assert asked.stdout.startswith("the") and "\nfox" in asked.stdout
