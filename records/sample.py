@@ -48,8 +48,13 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
     ids = list(ids)
     window = model.config.train_seq_len
     cached = window
+    told = False
     for _ in range(options.length):
         if cached == window:  # at the start, or when the cache is full
+            if len(ids) >= window and not told:
+                print(f"[the context of TRAIN_SEQ_LEN={window} tokens is full; the text goes on from its last half]",
+                      file=sys.stderr)
+                told = True
             caches = [{} for _ in model.blocks]
             tokens = ids if len(ids) < window else ids[-max(1, window // 2):]
             cached = 0

@@ -210,11 +210,12 @@ class Counter(torch.nn.Module):
         return torch.nn.functional.one_hot(torch.where(following > 50, 1, following), 260).float()
 
 
-def test_a_text_goes_on_when_the_cache_is_full_and_ends_with_the_document():
+def test_a_text_goes_on_when_the_cache_is_full_and_ends_with_the_document(capsys):
     options = sample.argparse.Namespace(temperature=0, length=100)
     model = Counter(window=8)
     assert list(sample.generate(model, [10, 11, 12], 1, options, None)) == list(range(13, 51))
     assert model.read[:7] == [[10, 11, 12], [13], [14], [15], [16], [17], [15, 16, 17, 18]]
+    assert capsys.readouterr().err == "[the context of TRAIN_SEQ_LEN=8 tokens is full; the text goes on from its last half]\n"
     options.length = 5
     assert list(sample.generate(model, list(range(2, 30)), 1, options, None)) == [30, 31, 32, 33, 34]
 
