@@ -1263,7 +1263,7 @@ def train_step(run: Run, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, 
     # float16 skips a step whose gradient overflows, but not for ever.
     watched = losses if config.dtype == "float16" else losses + norm
     is_bad = ~watched.isfinite() | (run.scaler.get_scale() < 2**-20)
-    run.first_bad = run.first_bad.clamp(max=run.step).where(is_bad, run.first_bad)
+    run.first_bad = torch.where(is_bad & (run.first_bad > run.step), run.step, run.first_bad)
     return losses, norm
 
 def is_due(step: int, every: int) -> bool:
@@ -1480,7 +1480,7 @@ def main() -> None:
         if not run.stop_signal:
             export(run)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
-        sys.exit(f"train_gpt.py: {str(error) or 'stopped before training'}")
+        sys.exit(f"train_gpt.py: {str(error) or 'stopped'}")
     except RuntimeError as error:
         if "out of memory" not in str(error) and "t allocate memory" not in str(error):
             raise
