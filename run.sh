@@ -136,13 +136,13 @@ artifact=$(sed -n '1s/.*"OUT_DIR": "\([^"]*\)".*/\1/p' "${log%.txt}.jsonl" || tr
 if [ -e "$artifact" ]; then
   echo
   echo "A sample of what it writes:"
-  .venv/bin/python records/sample.py "$artifact" --length 80 || true
+  .venv/bin/python logs/sample.py "$artifact" --length 80 || true
 fi
 cat <<END
 
 log       $log, and ${log%.txt}.jsonl with one event a line
 artifact  $artifact; final_model.pt beside it has all weights
-next      .venv/bin/python records/sample.py $artifact --interactive
+next      .venv/bin/python logs/sample.py $artifact --interactive
           .venv/bin/python train_gpt.py --help
           .venv/bin/python data/prepare.py --help      your own text
           ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03         other settings

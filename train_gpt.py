@@ -1220,8 +1220,8 @@ class Run:
         self.parallel = self.model
         if ranks.world_size > 1:  # sends rank 0's weights to all; one exchange a step
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
-            self.parallel = DDP(self.model, broadcast_buffers=False, gradient_as_bucket_view=True,
-                                bucket_cap_mb=1 << 20)
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same on all ranks
+            self.parallel = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
 
     def on_signal(self, number: int, frame) -> None:
         now = time.monotonic()

@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, Tokenizer, finish, load_tokenizer,
-                    open_shard, split_documents, write_dataset, write_vocabulary)
+from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, finish, open_shard, split_documents,
+                    write_dataset)
+from tokenization import Tokenizer, load_tokenizer, write_vocabulary
 from tqdm import tqdm
 
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")

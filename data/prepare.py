@@ -31,9 +31,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from shards import (BOS, BYTE_TOKENS, EOS, MAX_SHARD_TOKENS, PAD, PREPARE, REPOSITORY, SHARD_TOKENS, SPACE,
-                    UNK, ShardWriter, Tokenizer, finish, load_tokenizer, sha256_of, write_dataset,
-                    write_vocabulary)
+from shards import MAX_SHARD_TOKENS, PREPARE, REPOSITORY, SHARD_TOKENS, ShardWriter, finish, sha256_of, write_dataset
+from tokenization import BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, load_tokenizer, write_vocabulary
 from tqdm import tqdm
 
 CACHE = REPOSITORY / "data" / "cache"

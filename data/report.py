@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from shards import (MAX_VOCAB_SIZE, Tokenizer, check_with_trainer, load_tokenizer, open_shard, sha256_of,
-                    split_documents)
+from shards import check_with_trainer, open_shard, sha256_of, split_documents
+from tokenization import MAX_VOCAB_SIZE, Tokenizer, load_tokenizer
 from tqdm import tqdm
 
 SAMPLE_CHARS = 300
@@ -214,6 +214,18 @@ def report(folder: Path, spec: str | None, samples: int) -> tuple[list[str], lis
     return lines, problems
 
 
+def write_texts(folder: Path, spec: str | None, path: Path) -> str:
+    """Write the validation documents to a .jsonl file, {"text": ...} a line; return what was done. Raises ValueError."""
+    tokenizer = find_tokenizer(folder, spec, read_manifest(folder, [])[0])
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for document in split_documents(open_shards(folder, "val", []), tokenizer.bos):
+            text = tokenizer.decode(document[document != tokenizer.bos]).decode("utf-8", "replace")
+            file.write(json.dumps({"text": text}) + "\n")
+            count += 1
+    return f"wrote {path}: {count:,} validation documents"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,10 +233,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", metavar="SPEC", help="a .model or .json file, byte260, or gpt2 "
                         "(default: the file in DATASET, or the name in its manifest.json)")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="per split (default %(default)s)")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")
     options = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text
     try:
         lines, problems = report(Path(options.dataset), options.tokenizer, options.samples)
+        if options.texts:
+            lines.append(write_texts(Path(options.dataset), options.tokenizer, options.texts))
     except (ValueError, OSError) as error:
         sys.exit(f"report.py: {error}")
     print("\n".join(lines), flush=True)

@@ -4,8 +4,9 @@
         --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_sp2048 ...
 
 A variation is a name and its settings; the first one is what the others are compared with. All run for the same
-ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variation costs in time. Runs that have
-finished with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
+ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variation costs in time. With --seconds N, all run
+for the same time instead, which counts what a variation costs: use a quiet machine and --jobs 1. Runs that have finished
+with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
 
 The last columns are the loss of targets whose pair with the token before is new in its row, and of those that the row
 has had: the second falls when the model has learned to copy from context.
@@ -34,10 +35,11 @@ import train_gpt  # noqa: E402
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
 
 
-def train(name: str, seed: str, settings: dict[str, str], threads: int) -> list[dict]:
-    """Train a variation unless that has been done. Returns the events of its log. Exits if the run fails."""
+def train(name: str, seed: str, settings: dict[str, str], seconds: float, threads: int) -> list[dict]:
+    """Train a variation, for ITERATIONS or `seconds` if that is not 0, unless that has been done. Returns the events of its log. Exits if the run fails."""
     run_id = f"ablate_{name}_{seed}"
-    given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", "MAX_WALLCLOCK_SECONDS": "0"}
+    given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
+             "MAX_WALLCLOCK_SECONDS": str(seconds)}
     if state_of(run_id, given, ranks=1) != "finished":
         started = time.monotonic()
         words = [f"{key}={value}" for key, value in given.items()]
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--seeds", default="1337,1338", help="numbers, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, which share the cores")
+    parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
     options = parser.parse_args()
     try:
@@ -89,7 +92,7 @@ def main() -> None:
     threads = max(1, (os.cpu_count() or 1) // options.jobs)
     pool = ThreadPoolExecutor(options.jobs)
     try:
-        logs = list(pool.map(lambda trial: train(*trial, threads), trials))
+        logs = list(pool.map(lambda trial: train(*trial, options.seconds, threads), trials))
     except KeyboardInterrupt:
         sys.exit("ablate.py: stopped; the same command goes on, and keeps the runs that have finished")
     finally:
@@ -99,15 +102,15 @@ def main() -> None:
         last = {event["event"]: event for event in events}
         novelty = loss_by_novelty(f"ablate_{name}_{seed}", events[0]["overrides"])
         results.setdefault(name, []).append((
-            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty))
+            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty, last["val"]["step"]))
     rows = []
     first = statistics.mean(numbers[0] for numbers in next(iter(results.values())))
     for name, numbers in results.items():
-        score, exported, size, new, repeated = map(statistics.mean, zip(*numbers))
+        score, exported, size, new, repeated, steps = map(statistics.mean, zip(*numbers))
         spread = deviation([number[0] for number in numbers])
         rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", f"{exported:.4f}",
-                     f"{size:,.0f}", f"{new:.3f}", f"{repeated:.3f}"])
-    header = "| | bits per byte | change | after export | artifact, bytes | new pairs | repeated pairs |"
+                     f"{size:,.0f}", f"{new:.3f}", f"{repeated:.3f}", f"{steps:,.0f}"])
+    header = "| | bits per byte | change | after export | artifact, bytes | new pairs | repeated pairs | steps |"
     print("\n".join(table(header, rows)))
 
 

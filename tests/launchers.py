@@ -3,7 +3,8 @@
     python tests/launchers.py [--only NAME]...
 
 Tried are one process, torchrun, mpirun of Open MPI and of MPICH, Slurm's srun (a Slurm is started for the test), and
-torchrun on two hosts, which are network namespaces. Two more runs kill and restart one host, and slow the link. The
+torchrun on two hosts, which are network namespaces. Two more runs kill and restart one host, and slow the link. The jobs
+logs/slurm.sh and logs/pbs.sh are told to stop after a checkpoint, and must go on by themselves; PBS's qsub is a stand-in. The
 losses are compared with the reference run's (GOLDEN_PATH) or, without its data, with one process. The status is 1 if a
 launch fails or differs. Slurm and the two hosts need root and Debian's packages:
 
@@ -16,6 +17,7 @@ import hashlib
 import heapq
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -124,6 +126,54 @@ def with_srun(folder: Path, words: list[str], environment: dict[str, str]) -> No
     need("srun", "sinfo", "slurmctld", "slurmd", "munged", root=True)
     with slurm(folder / "slurm") as configuration:
         run(["srun", "--mpi=none", "-n", "2", *TRAINER, *words], folder, {**environment, **configuration})
+
+
+def as_a_slurm_job(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """logs/slurm.sh on two ranks. They are told to stop after the first checkpoint; the job then requeues itself."""
+    need("sbatch", "scancel", "slurmctld", "slurmd", "munged", root=True)
+    (folder / "train_gpt.py").symlink_to(TRAINER[1])
+    with slurm(folder / "slurm") as configuration:
+        environment = {**environment, **configuration, "PYTHON": sys.executable}
+
+        def ask(*command: str) -> str:
+            return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+
+        job = ask("sbatch", "--parsable", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0",
+                  str(REPOSITORY / "logs" / "slurm.sh"), *words, "OUT_DIR=.", "CHECKPOINT_EVERY=5").strip()
+        wait_until("a checkpoint", lambda: list(folder.glob("checkpoints/*.pt")))
+        ask("scancel", "--signal=TERM", job)
+        wait_until("the job to be requeued", lambda: "PENDING" in ask("squeue", "-h", "-j", job, "-o", "%T"))
+        time.sleep(10)  # until the first start has been cleared away; Slurm itself would wait two minutes
+        ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_until("its end", lambda: "COMPLETED" in ask("scontrol", "show", "job", job))
+        print(*re.findall(r"stopped: .*|resumed: .*", (folder / f"slurm-{job}.out").read_text()), sep="\n", flush=True)
+
+
+def as_a_pbs_job(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """logs/pbs.sh on two ranks of MPICH. It is told to stop after some seconds, and submits itself again."""
+    need("mpiexec.mpich", "timeout")
+    (folder / "train_gpt.py").symlink_to(TRAINER[1])
+    (folder / "logs").mkdir()
+    (folder / "logs" / "pbs.sh").symlink_to(REPOSITORY / "logs" / "pbs.sh")
+    programs = {"mpiexec": 'exec mpiexec.mpich -n 2 "$@"',
+                "qsub": 'echo "qsub $*" >> qsub.txt; export STOP_AFTER=900s "${2%%,*}" "${2#*,}"; exec bash "$3"'}
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    settings = " ".join([*words, "OUT_DIR=.", "CHECKPOINT_EVERY=5"])
+    run(["bash", "logs/pbs.sh"], folder, {
+        **environment, "PBS_O_WORKDIR": str(folder), "PBS_JOBID": "1.test", "PYTHON": sys.executable, "SETTINGS": settings,
+        "STOP_AFTER": "20s", "PATH": f"{folder}:{environment['PATH']}"})
+    print((folder / "qsub.txt").read_text()[:60], flush=True)
+
+
+def wait_until(what: str, is_so) -> None:
+    """Waits until a condition holds. Raises RuntimeError if that takes more than five minutes."""
+    end = time.monotonic() + 300
+    while not is_so():
+        if time.monotonic() > end:
+            raise RuntimeError(f"waited in vain for {what}")
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -292,6 +342,8 @@ LAUNCHES = {
     "`mpirun` of MPICH, 2 ranks": partial(with_mpich, ranks=2),
     "`mpirun` of MPICH, 4 ranks": partial(with_mpich, ranks=4),
     "Slurm's `srun`, 2 ranks": with_srun,
+    "the job `logs/slurm.sh`, stopped and requeued": as_a_slurm_job,
+    "the job `logs/pbs.sh`, stopped and submitted again": as_a_pbs_job,
     "the variables of PALS and PBS, on two hosts": with_pals_variables,
     "`torchrun` on two hosts": on_two_hosts,
     "the same, one host killed and started again": on_two_hosts_with_a_kill,

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import prepare
 import pytest
-import shards
+import tokenization
 import train_gpt
 from conftest import tiny_config, write_shard
 
@@ -86,7 +86,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
     assert split["original_per_decoded_byte"] == 1.0 and not manifest["tokenizer"]["changes_text"]
     assert split["documents"] == len(val) and split["tokens"] == len(tokens)
-    assert (tokens == shards.load_tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
+    assert (tokens == tokenization.load_tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
@@ -120,7 +120,7 @@ def test_text_of_which_nothing_is_left_has_no_score(corpus, tmp_path, monkeypatc
 
 
 def test_other_tokenizers_may_not_change_text(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards.ByteTokenizer, "decode", lambda self, ids: b"something else")
+    monkeypatch.setattr(tokenization.ByteTokenizer, "decode", lambda self, ids: b"something else")
     with pytest.raises(SystemExit, match="byte260 does not decode to the text that it encoded"):
         run_prepare(monkeypatch, corpus / "val.jsonl", "--val-docs", 3, "--tokenizer", "byte260", "--out", tmp_path / "set")
     assert not (tmp_path / "set").exists()

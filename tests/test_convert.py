@@ -6,7 +6,7 @@ import pickle
 import convert
 import numpy as np
 import pytest
-import shards
+import tokenization
 import train_gpt
 from conftest import run_here, tiny_arguments, tiny_config
 
@@ -92,7 +92,7 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     manifest, _, (kind, tokens, _, _) = load(out)
     assert (kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
     assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
-    assert shards.load_tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
+    assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
     run_here(monkeypatch, tmp_path, *tiny_arguments(  # and the trainer takes it
         out, TOKENIZER_PATH=out / "tokenizer.json", VOCAB_SIZE=len(chars), TRAIN_SEQ_LEN=16, ITERATIONS=1))
 
@@ -146,7 +146,7 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
     write_bin(tmp_path / "val_short.bin", [1, 2, 3], count=4)
     write_bin(tmp_path / "val_large.bin", [1, 260])
     for arguments, wanted in (
-        ((good, "--tokenizer", "gpt9"), "--tokenizer 'gpt9' cannot be used"),
+        ((good, "--tokenizer", "gpt9"), "tokenizer 'gpt9' cannot be used"),
         ((good, "--tokenizer", tmp_path / "no.model"), "no.model' cannot be used"),
         ((tmp_path / "none.bin", "--tokenizer", "byte260"), "none.bin' is neither"),
         ((tmp_path / "empty", "--tokenizer", "byte260"), "empty' is neither"),

@@ -341,6 +341,53 @@ train_gpt.main()
     assert read_checkpoint(*checkpoints(tmp_path))["step"] == 6
 
 
+@pytest.mark.slow
+def test_two_ranks_that_are_stopped_and_started_again_make_the_same_artifact(tmp_path, data):
+    """As a cluster does, with the same command: in the warm-up, in a validation, and in GPTQ, which is not interrupted."""
+    arguments = tiny_arguments(data, RUN_ID="run", ITERATIONS=9, VAL_LOSS_EVERY=4, TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3,
+                               GPTQ_BATCHES=2, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100, CHECKPOINT_EVERY=100, RESUME="auto")
+    places = {"train_step": 2, "evaluate": 2, "calibrate": 2}  # in which call; calibrate's first is in the warm-up
+    (tmp_path / "driver.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+import train_gpt
+attempt = 0
+def start(place):
+    global attempt
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    attempt += 1
+    sys.argv[1:] = [*{arguments!r}, f"OUT_DIR={{place}}"]
+    try:
+        train_gpt.main()
+    except SystemExit as stop:
+        return stop.code
+def stopped_in(name, calls):
+    original, made = getattr(train_gpt, name), []
+    def signalled(*arguments):
+        made.append(1)
+        if len(made) == calls:
+            os.kill(os.getpid(), 15)
+        return original(*arguments)
+    setattr(train_gpt, name, signalled)
+    code = start(name)
+    setattr(train_gpt, name, original)
+    return code
+start("whole")
+for name, calls in {places!r}.items():
+    codes = stopped_in(name, calls), start(name)
+    if os.environ["RANK"] == "0":
+        print("codes of", name, codes)
+""")
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert re.findall(r"codes of (.*)", result.stdout) == ["train_step (143, None)", "evaluate (143, None)", "calibrate (None, None)"]
+    assert re.findall(r"(?:stopped: .*after|resumed:) (step:\d+)", result.stdout) == ["step:0", "step:4", "step:4", "step:9"]
+    for name in places:
+        assert artifacts(tmp_path / name) == artifacts(tmp_path / "whole"), name
+
+
 def test_a_signal_in_the_last_validation_does_not_keep_the_model_from_its_export(tmp_path, monkeypatch, data):
     def evaluate(run, scored=train_gpt.evaluate):
         run.signals += [(int(signal.SIGTERM), 0.0)] * (run.step == 9)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import conftest  # first: it makes the scripts importable
 import bench
-import export_hf
 import numpy as np
 import plot
 import pytest
+import sample
 import torch
 import train_gpt
 from common import launcher
@@ -323,7 +323,7 @@ def test_the_presets_switches_compute_what_they_do_on_the_cpu(run_once, compiled
     torch.compiler.reset()
     title = f"the presets' switches, COMPILE={compiled}, and the CPU"
     compare_losses(title, losses_of(folder), losses_of(run_once("cpu", **RECIPE)), HALF_LIMIT)
-    model = export_hf.load_file(folder / "final_model.int8.ptz").cuda()  # text from it: the cache against the whole row
+    model = sample.load(folder / "final_model.int8.ptz").cuda()  # text from it: the cache against the whole row
     torch.backends.cuda.enable_math_sdp(True)  # the run left on the one that it chose
     tokens = torch.randint(1024, (1, 64), device="cuda")
     with torch.no_grad():

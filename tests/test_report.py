@@ -8,6 +8,7 @@ import sys
 import pytest
 import report
 import shards
+import tokenization
 from conftest import write_shard
 from test_bytes import TRAPS, WORDS, run_prepare, write_jsonl
 
@@ -70,6 +71,14 @@ def test_counts_of_documents_that_straddle_chunks_and_shards(tmp_path, monkeypat
         assert samples == [(str(i), str(1 + len(text.encode())), repr(text)) for i, text in enumerate(texts, 1)]
 
 
+def test_the_validation_documents_as_text(tmp_path, show):
+    data = byte_set(tmp_path / "set", [ids("train")], [ids("one", "größe\n")[:-3], ids("x")[1:], ids("\"")])
+    page, end = show(data, "--texts", tmp_path / "texts.jsonl")
+    assert end is None and f"wrote {tmp_path / 'texts.jsonl'}: 3 validation documents" in page
+    texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert texts == ["one", "grö\ufffdx", '"']
+
+
 def test_tokens_before_the_first_bos_and_no_bos_at_all(tmp_path, show):
     page, end = show(byte_set(tmp_path / "a", [ids("abcde")[1:], ids("f")], [ids("one piece")[1:]]))
     assert end is None and row(page, "tokens before the first document") == ["5", "0"]
@@ -127,7 +136,7 @@ def test_the_trainer_has_the_last_word(tmp_path, show):
 def test_the_manifest_is_compared(tmp_path, show):
     folder = byte_set(tmp_path / "a", [ids("one"), ids("two", "three")], [ids("four")])
     (folder / "tokenizer.json").write_text(json.dumps(
-        {"kind": "char", "bos": 1, "tokens": [text.decode("latin-1") for text in shards.BYTE_TOKENS]}))
+        {"kind": "char", "bos": 1, "tokens": [text.decode("latin-1") for text in tokenization.BYTE_TOKENS]}))
     listed = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
     def differences(**changes):
@@ -166,7 +175,7 @@ def test_mistakes_are_explained(tmp_path, show):
         assert re.search("a has no tokenizer.model or .json.* --tokenizer", show(folder)[1])
     for name, content in (("json", "{}"), ("json", '{"kind": "x", "bos": 1, "tokens": [5]}'), ("model", "x")):
         (folder / f"tokenizer.{name}").write_text(content)
-        assert re.search(f"--tokenizer .*tokenizer.{name}' cannot be used: ", show(folder)[1])
+        assert re.search(f"tokenizer '.*tokenizer.{name}' cannot be used: ", show(folder)[1])
     assert "none.model' cannot be used" in show(folder, "--tokenizer", "none.model")[1]
     (folder / "manifest.json").unlink()
     write_shard(folder / "y_train_000000.bin", ids("three"))

@@ -1,4 +1,4 @@
-"""Using what was trained: artifacts that describe themselves, text from them, safetensors, and several launchers."""
+"""Using what was trained: artifacts that describe themselves, text and scores from them, and several launchers."""
 
 import json
 import subprocess
@@ -6,7 +6,6 @@ import sys
 import time
 import zlib
 
-import export_hf
 import pytest
 import sample
 import scaling
@@ -81,12 +80,12 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
     other = tmp_path / "other.ptz"
     other.write_bytes(repacked((folder / "final_model.int8.ptz").read_bytes(), changes))
     with pytest.raises(ValueError, match=message):
-        export_hf.load_file(other)
+        sample.load(other)
 
 
 def test_a_prompt_that_is_not_utf_8_is_continued(trained):
     folder, *_ = trained
-    result = subprocess.run([sys.executable, REPOSITORY / "records" / "sample.py", folder / "final_model.int8.ptz",
+    result = subprocess.run([sys.executable, REPOSITORY / "logs" / "sample.py", folder / "final_model.int8.ptz",
                              "--interactive", "--length", "3"], input=b"\xff\xfe x\n", capture_output=True, check=False)
     assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
 
@@ -112,13 +111,13 @@ def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
 
 def test_load_gives_a_notebook_the_model(trained):
     folder, *_ = trained
-    model = export_hf.load_file(folder / "final_model.int8.ptz")
-    floats = export_hf.load_file(folder / "final_model.pt", **tiny_variables())
+    model = sample.load(folder / "final_model.int8.ptz")
+    floats = sample.load(folder / "final_model.pt", tiny_settings())
     tokens = torch.randint(0, 260, (2, 32))
     difference = model.logits(model.hidden(tokens)) - floats.logits(floats.hidden(tokens))
     assert 0 < difference.abs().max() < 1  # rounded to 5 bits
     with pytest.raises(ValueError, match="final_model.pt does not say what its model is; add the settings.*NUM_LAYERS=9"):
-        export_hf.load_file(folder / "final_model.pt")
+        sample.load(folder / "final_model.pt")
 
 
 @pytest.mark.parametrize("changes", [
@@ -129,7 +128,7 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     model = trained_like(config)
     data, *_ = train_gpt.pack(model.state_dict(), config)
     (tmp_path / "a.ptz").write_bytes(data)
-    loaded = export_hf.load_file(tmp_path / "a.ptz")
+    loaded = sample.load(tmp_path / "a.ptz")
     assert torch.equal(loaded.rotary, model.rotary) and loaded.compute_dtype == torch.float32
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
     tokens = torch.randint(0, 260, (1, 512))
@@ -143,16 +142,13 @@ def test_load_keeps_what_the_artifact_has_of_a_table_in_float32(tmp_path):
     train_gpt.load_weights(model, tmp_path / "a.ptz")
     table = model.tok_emb.weight
     assert not torch.equal(table, table.bfloat16().float())
-    loaded = export_hf.load_file(tmp_path / "a.ptz")
+    loaded = sample.load(tmp_path / "a.ptz")
     assert torch.equal(loaded.tok_emb.weight, table)
-    pytest.importorskip("safetensors")
-    export_hf.write_folder(loaded, tmp_path / "hf")
-    assert torch.equal(export_hf.load_folder(tmp_path / "hf").tok_emb.weight, table)
 
 
-def tiny_variables() -> dict:
+def tiny_settings() -> list[str]:
     """What a user would give for a file that does not say it; the type is float32 by default."""
-    return {name: getattr(tiny_config(**SWITCHES), name.lower()) for name in train_gpt.KEPT if name != "DTYPE"}
+    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.KEPT if name != "DTYPE"]
 
 
 @pytest.mark.parametrize("changes", [{}, SWITCHES, dict(shift_keys=True), dict(tie_embeddings=False, num_layers=1),
@@ -214,33 +210,54 @@ def test_a_text_goes_on_when_the_cache_is_full_and_ends_with_the_document(capsys
     options = sample.argparse.Namespace(temperature=0, length=100)
     model = Counter(window=8)
     assert list(sample.generate(model, [10, 11, 12], 1, options, None)) == list(range(13, 51))
-    assert model.read[:7] == [[10, 11, 12], [13], [14], [15], [16], [17], [15, 16, 17, 18]]
-    assert capsys.readouterr().err == "[the context of TRAIN_SEQ_LEN=8 tokens is full; the text goes on from its last half]\n"
+    assert model.read[:7] == [[10, 11, 12], [13], [14], [15], [16], [17], [14, 15, 16, 17, 18]]
+    assert capsys.readouterr().err == "[the context of TRAIN_SEQ_LEN=8 tokens is full; it moves on by half]\n"
     options.length = 5
     assert list(sample.generate(model, list(range(2, 30)), 1, options, None)) == [30, 31, 32, 33, 34]
+    assert model.read[-5:] == [list(range(22, 30)), *([list(range(26, 31))] + [[i] for i in (31, 32, 33)])]
 
 
 def run_script(name, *arguments, **options):
-    return subprocess.run([sys.executable, str(REPOSITORY / "records" / name), *map(str, arguments)], text=True,
+    return subprocess.run([sys.executable, str(REPOSITORY / "logs" / name), *map(str, arguments)], text=True,
                           capture_output=True, check=False, **options)
 
 
-def test_text_comes_from_the_artifact_and_from_safetensors(trained, tmp_path):
+def test_text_comes_from_the_artifact(trained):
     folder, *_ = trained
     options = ["--prompt", "the quick", "--length", "12", "--samples", "2", "--seed", "3"]
     first = run_script("sample.py", folder / "final_model.int8.ptz", *options)
     assert first.returncode == 0, first.stderr
     assert first.stdout.count("the quick") == 2 and "tokens/s]" in first.stderr
     assert run_script("sample.py", folder / "final_model.int8.ptz", *options).stdout == first.stdout
-    pytest.importorskip("safetensors")
-    written = run_script("export_hf.py", folder / "final_model.int8.ptz", tmp_path / "hf")
-    assert written.returncode == 0, written.stderr
-    assert "it gives the same logits as" in written.stdout
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"README.md", "config.json", "model.safetensors"}
-    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1  # whoever reads one can read all
-    assert run_script("sample.py", tmp_path / "hf", *options).stdout == first.stdout
-    asked = run_script("sample.py", tmp_path / "hf", "--interactive", "--length", "3", input="the\nfox\n")
+    asked = run_script("sample.py", folder / "final_model.int8.ptz", "--interactive", "--length", "3", input="the\nfox\n")
     assert asked.stdout.startswith("the") and "\nfox" in asked.stdout
+
+
+def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
+    """One text of whole rows is a validation split without a boundary at its end; shorter ones are added by hand."""
+    folder, *_ = trained
+    model = sample.load(folder / "final_model.int8.ptz")
+    tokenizer = sample.find_tokenizer(model, None)
+    texts = ["the quick brown fox jumps over the lazy dog, " * 9, "é 漢字", "x" * 40]
+    wanted = []
+    for text in texts:
+        tokens = torch.tensor([1, *(byte + 4 for byte in text.encode())])
+        nats = 0.0
+        for i in range(1, len(tokens)):  # one token at a time, with what its row has before it
+            end = min((i - 1) // 32 * 32 + 32, len(tokens) - 1)
+            row = tokens[max(0, end - 32):i]
+            nats -= model.logits(model.hidden(row[None]))[0, -1].log_softmax(0)[tokens[i]].item()
+        wanted.append(nats / 0.6931472)
+    sizes = [len(text.encode()) for text in texts]
+    assert sample.score(model, tokenizer, texts) == pytest.approx(sum(wanted) / sum(sizes), rel=1e-5)
+    assert sample.score(model, tokenizer, texts[1:2]) == pytest.approx(wanted[1] / sizes[1], rel=1e-5)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert sample.read_texts(path) == texts
+    for content, message in (('{"text": "a"}\n{"txt": 3}\n', "a line is not"), ("", "there is no text")):
+        path.write_text(content)
+        result = run_script("sample.py", folder / "final_model.int8.ptz", "--score", path)
+        assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("arguments, message", [

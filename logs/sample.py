@@ -1,8 +1,8 @@
-"""Generate text with a trained model.
+"""Generate text with a trained model, or score a text.
 
-    python records/sample.py final_model.int8.ptz --prompt "Fellow citizens," --samples 3
-    python records/sample.py final_model.int8.ptz --interactive                  one prompt per line; Ctrl-D ends
-    python records/sample.py huggingface/ --temperature 0                        a folder of export_hf.py
+    python logs/sample.py final_model.int8.ptz --prompt "Fellow citizens," --samples 3
+    python logs/sample.py final_model.int8.ptz --interactive                  one prompt per line; Ctrl-D ends
+    python logs/sample.py final_model.int8.ptz --score texts.jsonl            bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
 their settings: add those of the training, for example NUM_LAYERS=4 MODEL_DIM=192. Tokens/s are printed to stderr.
@@ -10,6 +10,8 @@ their settings: add those of the training, for example NUM_LAYERS=4 MODEL_DIM=19
 
 import argparse
 import codecs
+import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +21,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import ROOT, pairs_of
-from export_hf import load_file, load_folder
-
+ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "data")]
 
 import train_gpt  # noqa: E402
-from shards import Tokenizer, load_tokenizer  # noqa: E402
+from tokenization import Tokenizer, load_tokenizer  # noqa: E402
+
+
+def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
+    """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint says nothing of its model and needs
+    the settings that it was trained with, as NAME=value. Raises ValueError."""
+    words = ["EMBED_FLOAT32=1", *settings, f"INIT_FROM={path}"]  # the table as the file has it
+    config, given = train_gpt.load_config(words, {})
+    if not given.keys() - {"EMBED_FLOAT32", "INIT_FROM"} and Path(path).is_file():
+        raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as NUM_LAYERS=9 "
+                         "(the config event in its .jsonl log has them all)")
+    model = train_gpt.GPT(config)
+    train_gpt.load_weights(model, path)
+    model.compute_dtype = torch.float32
+    return model.float()
 
 
 def choose(logits: Tensor, options, generator: torch.Generator) -> int:
@@ -41,37 +55,37 @@ def choose(logits: Tensor, options, generator: torch.Generator) -> int:
     return int(largest.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
+def context_start(length: int, context: int) -> int:
+    """The first of `length` tokens that the model reads: when its context is full, it moves on by half of that."""
+    step = max(1, context // 2)
+    return max(0, math.ceil((length - context) / step) * step)
+
+
 @torch.inference_mode()
 def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator: torch.Generator) -> Iterator[int]:
     """Yield the tokens that continue `ids` (at least one), until the document ends or there are `options.length`. The
-    context has TRAIN_SEQ_LEN tokens; when it is full, generation continues from its last half."""
+    context has TRAIN_SEQ_LEN tokens."""
     ids = list(ids)
-    window = model.config.train_seq_len
-    cached = window
-    told = False
+    context = model.config.train_seq_len
+    start = -1
     for _ in range(options.length):
-        if cached == window:  # at the start, or when the cache is full
-            if len(ids) >= window and not told:
-                print(f"[the context of TRAIN_SEQ_LEN={window} tokens is full; the text goes on from its last half]",
-                      file=sys.stderr)
-                told = True
+        tokens = ids[-1:]
+        if start != context_start(len(ids), context):
+            start, last_start = context_start(len(ids), context), start
+            if start and last_start <= 0:
+                print(f"[the context of TRAIN_SEQ_LEN={context} tokens is full; it moves on by half]", file=sys.stderr)
             caches = [{} for _ in model.blocks]
-            tokens = ids if len(ids) < window else ids[-max(1, window // 2):]
-            cached = 0
+            tokens = ids[start:]
         x = model.hidden(torch.tensor([tokens]), caches)[:, -1:]
-        cached += len(tokens)
         token = choose(model.logits(x)[0, 0, :model.config.vocab_size], options, generator)
         if token == bos:
             return
         yield token
         ids.append(token)
-        tokens = [token]
 
 
 def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, options, generator: torch.Generator) -> None:
     """Print the prompt and what follows it, each token as it comes."""
-    if prompt and tokenizer.kind == "table":
-        raise ValueError("--prompt cannot be read: this tokenizer only decodes")
     start = [tokenizer.bos] if tokenizer.bos >= 0 else []
     ids = start + (tokenizer.encode([prompt], 1)[0].tolist() if prompt else [])
     if not ids:
@@ -91,10 +105,33 @@ def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, option
     print(f"[{count} tokens, {count / seconds:.0f} tokens/s]", file=sys.stderr)
 
 
-def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
-    """Load an artifact, a state dict with its settings as NAME=value, or a folder of export_hf.py, in float32 on the CPU.
-    Raises ValueError."""
-    return load_folder(path) if Path(path).is_dir() else load_file(path, **pairs_of(settings))
+@torch.inference_mode()
+def score(model: train_gpt.GPT, tokenizer: Tokenizer, texts: list[str]) -> float:
+    """Bits per byte of texts, each read alone from a boundary token on, in rows of TRAIN_SEQ_LEN. The last row reaches back
+    over what was scored already, so that it is full, as in lm-evaluation-harness. The end of a text is not scored."""
+    context = model.config.train_seq_len
+    nats = 0.0
+    for ids in tokenizer.encode(texts, 1):
+        tokens = torch.tensor([tokenizer.bos, *ids.tolist()])
+        for done in range(0, len(ids), context):
+            end = min(done + context, len(ids))
+            start = max(0, end - context)
+            targets = tokens[start + 1:end + 1].clone()
+            targets[:done - start] = -1  # scored already
+            nats += float(model.loss(model.hidden(tokens[None, start:end]), targets[None])) * (end - done)
+    return nats / math.log(2) / sum(len(text.encode("utf-8")) for text in texts)
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a .jsonl file, {"text": ...} a line, or one text of any other file. Raises ValueError and OSError."""
+    content = path.read_text(encoding="utf-8")
+    try:
+        texts = [json.loads(line)["text"] for line in content.split("\n") if line] if path.suffix == ".jsonl" else [content]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: a line is not {{\"text\": ...}}: {error}") from None
+    if not any(texts):
+        raise ValueError(f"{path}: there is no text")
+    return texts
 
 
 def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:
@@ -112,7 +149,7 @@ def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="artifact, state dict, or folder of export_hf.py")
+    parser.add_argument("model", type=Path, help="artifact or state dict")
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
@@ -124,6 +161,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
+    parser.add_argument("--score", type=Path, metavar="FILE", help="score a text, or each text of a .jsonl, instead")
     options = parser.parse_args()
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
@@ -132,6 +170,12 @@ def main() -> None:
     try:
         model = load(options.model, options.settings)
         tokenizer = find_tokenizer(model, options.tokenizer)
+        if tokenizer.kind == "table" and (options.prompt or options.interactive or options.score):
+            raise ValueError("text cannot be read: this tokenizer only decodes")
+        if options.score:
+            texts = read_texts(options.score)
+            print(f"{len(texts)} texts, {score(model, tokenizer, texts):.6f} bits per byte")
+            return
         generator = torch.Generator().manual_seed(options.seed)
         prompts = [options.prompt] * options.samples
         if options.interactive:

@@ -1,0 +1,182 @@
+"""The tokenizers: text to ids and back, and the bytes of each id."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+MAX_VOCAB_SIZE = 1 << 16  # a shard stores uint16
+PAD, BOS, EOS, UNK = range(4)
+FIRST_BYTE = 4  # of every vocabulary made here: four special tokens, then the 256 bytes
+FIRST_CHAR = FIRST_BYTE + 256
+BYTE_TOKENS = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
+SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
+
+
+class Tokenizer:
+    """Encodes and decodes documents. Their ids are without the BOS token that a shard has in front of each.
+
+    kind: "byte", "char", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
+    spec, file: what was passed to load_tokenizer; the same as a path, or None if it is a name.
+    bos: the id that starts a document, or -1.
+    unknown: the id of text that has no token, or -1.
+    token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
+    prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document."""
+
+    kind = ""
+    spec = ""
+    file: Path | None = None
+    bos = BOS
+    unknown = -1
+    token_bytes: list[bytes] = []
+    prefix = b""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        """Return the ids of each document, integers (N,)."""
+        raise NotImplementedError
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        """Return the UTF-8 text of a document's ids."""
+        return b"".join([self.token_bytes[i] for i in ids.tolist()])
+
+    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
+        """Return the number of bytes of a decoded document, without those that stand for unknown tokens."""
+        return len(decoded)
+
+
+def byte_ids(text: str) -> np.ndarray:
+    """Return the ids of a text's UTF-8 bytes, uint16 (N,)."""
+    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE
+
+
+class SentencePieceTokenizer(Tokenizer):
+    kind = "sentencepiece"
+
+    def __init__(self, model):
+        self.model = model
+        self.bos = model.bos_id()
+        if self.bos < 0:
+            raise ValueError("it has no BOS token, which every document must start with")
+        self.unknown = model.unk_id()
+        self.unknown_text = model.decode([self.unknown]).encode("utf-8")
+        self.token_bytes = [self.piece_bytes(i) for i in range(model.vocab_size())]
+        if model.encode("a", out_type=str)[0].startswith(SPACE):
+            self.prefix = b" "
+
+    def piece_bytes(self, i: int) -> bytes:
+        model = self.model
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            return b""
+        piece = model.id_to_piece(i)
+        if model.is_byte(i):
+            return bytes.fromhex(piece[3:-1])  # <0x0A>
+        return piece.replace(SPACE, " ").encode("utf-8")
+
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return self.model.encode(texts, out_type="numpy", num_threads=threads)
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        return self.model.decode(ids.tolist()).encode("utf-8")
+
+    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
+        unknown = int(np.count_nonzero(ids == self.unknown))
+        return len(decoded) - unknown * len(self.unknown_text)
+
+
+class TiktokenTokenizer(Tokenizer):
+    kind = "tiktoken"
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+        self.bos = self.encoding.eot_token
+        self.token_bytes = [b""] * self.encoding.n_vocab  # special tokens and gaps stay empty
+        for token in self.encoding.token_byte_values():
+            self.token_bytes[self.encoding.encode_single_token(token)] = token
+
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        encoded = self.encoding.encode_ordinary_batch(texts, num_threads=threads)
+        return [np.array(ids, dtype=np.uint16) for ids in encoded]
+
+    def decode(self, ids: np.ndarray) -> bytes:
+        return self.encoding.decode_bytes(ids.tolist())
+
+
+class ByteTokenizer(Tokenizer):
+    kind = "byte"
+    token_bytes = BYTE_TOKENS
+
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return [byte_ids(text) for text in texts]
+
+
+class TableTokenizer(Tokenizer):
+    """A .json file with the bytes of each token.
+
+    Kind "char" encodes characters, as bytes those that it does not have. Kind "table" only decodes."""
+
+    def __init__(self, path: str):
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        self.bos = table["bos"]
+        self.token_bytes = [token.encode("latin-1") for token in table["tokens"]]
+        is_char = table["kind"] == "char" and self.token_bytes[:FIRST_CHAR] == BYTE_TOKENS
+        self.kind = "char" if is_char else "table"
+        if is_char:
+            chars = [ord(token.decode("utf-8")) for token in self.token_bytes[FIRST_CHAR:]]
+            self.ids = np.zeros(sys.maxunicode + 1, dtype=np.uint16)  # of each code point; 0: none
+            self.ids[chars] = np.arange(FIRST_CHAR, self.vocab_size)
+
+    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        return [self.char_ids(text) for text in texts]
+
+    def char_ids(self, text: str) -> np.ndarray:
+        """Return the ids of a text's characters and, where there are none, of their bytes, uint16 (N,)."""
+        ids = self.ids[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+        parts = []
+        start = 0
+        for at in np.flatnonzero(ids == 0):
+            parts += [ids[start:at], byte_ids(text[at])]
+            start = at + 1
+        return np.concatenate([*parts, ids[start:]])
+
+
+def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
+    """Load a SentencePiece .model, a vocabulary .json, "byte260", or a tiktoken encoding by its name.
+
+    With a folder, a file is copied there as tokenizer.model or .json, which is the tokenizer's `file`.
+    Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
+    is_file = spec.endswith((".model", ".json"))
+    try:
+        if spec.endswith(".model"):
+            import sentencepiece
+            tokenizer = SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=spec))
+        elif spec.endswith(".json"):
+            tokenizer = TableTokenizer(spec)
+        elif spec == "byte260":
+            tokenizer = ByteTokenizer()
+        else:
+            import tiktoken
+            tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
+    except Exception as error:  # the libraries raise many types for missing packages and damaged files
+        raise ValueError(f"tokenizer {spec!r} cannot be used: {error!r}; it must be a SentencePiece "
+                         f".model, a vocabulary .json, byte260, or gpt2") from None
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens, but shards store uint16: "
+                         f"use one with at most {MAX_VOCAB_SIZE}")
+    tokenizer.spec = spec
+    tokenizer.file = Path(spec) if is_file else None
+    if is_file and folder:
+        tokenizer.file = folder / f"tokenizer{Path(spec).suffix}"
+        shutil.copyfile(spec, tokenizer.file)
+    return tokenizer
+
+
+def write_vocabulary(path: Path, kind: str, bos: int, tokens: list[bytes]) -> None:
+    """Write a .json with the bytes of each token; `bos` is -1 if there is none."""
+    table = {"kind": kind, "bos": bos, "tokens": [token.decode("latin-1") for token in tokens]}
+    path.write_text(json.dumps(table) + "\n", encoding="utf-8")
