@@ -17,10 +17,11 @@ import subprocess
 import sys
 import time
 
+from claims import check_request, other_seeds
 from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, Findings, launcher, load_json, load_track, read_events,
                     require_packages)
 from submit import add_arguments, folder_of, submit
-from verify import check_request, other_seeds, report
+from verify import report
 
 sys.path.append(str(ROOT))
 

@@ -19,9 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+from claims import AUTHORED, NOTES, make_claims, render, script_difference
 from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track,
                     read_events, require_packages)
-from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, read_folder, render, report, script_difference
+from log_rules import read_folder
+from verify import SMALL_ARTIFACT, report
 
 sys.path.append(str(ROOT / "logs"))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import train_gpt
 from conftest import micro_batches, one_process, tiny_config
-from verify import COMPARED_LINES
+from log_rules import COMPARED_LINES
 
 
 SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1)  # a loader for steps that are none

@@ -9,11 +9,14 @@ import types
 from hashlib import sha256
 from pathlib import Path
 
+import claims as record_claims
 import common
 import ladder
 import leaderboard
+import log_rules
 import pytest
 import run as record_run
+import source_rules
 import submit
 import torch
 import train_gpt
@@ -392,11 +395,11 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     ("from . import helper", "imports .: code that is not counted"),
     ("import requests", "imports requests: code that is not counted")])
 def test_scripts_that_can_hide_code_are_refused(line, reason):
-    assert any(reason in finding for finding in verify.check_script(line + "\n")), verify.check_script(line + "\n")
+    assert any(reason in finding for finding in source_rules.check_script(line + "\n")), source_rules.check_script(line + "\n")
 
 
 def test_scripts_may_ask_for_the_gpus_and_the_hosts_and_keep_freed_memory():
-    assert verify.check_script("""import ctypes, re, subprocess
+    assert source_rules.check_script("""import ctypes, re, subprocess
 subprocess.getoutput("nvidia-smi -L")
 subprocess.run(["nvidia-smi"], capture_output=True)
 subprocess.check_output(["scontrol", "show", "hostnames"])
@@ -405,7 +408,7 @@ re.compile("x")
 model.eval()
 model.compile()
 """) == ()
-    assert verify.check_script((REPOSITORY / "train_gpt.py").read_text()) == ()
+    assert source_rules.check_script((REPOSITORY / "train_gpt.py").read_text()) == ()
 
 
 def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_path):
@@ -500,7 +503,7 @@ def test_a_rerun_hashes_the_data_once(records, monkeypatch):
 def test_the_artifacts_are_scored_again(root, records, monkeypatch):
     """Another seed's artifact in its place has that seed's score."""
     found = common.Findings()
-    seeds = verify.read_folder(records, "tiny", found)
+    seeds = log_rules.read_folder(records, "tiny", found)
     monkeypatch.setenv("MATRIX_LR", "wrong")  # the environment is clean
     assert "scored again" in verify.rerun(records, seeds[1], records, found) and not found
     assert verify.rerun(records, seeds[0], records.parent, found) == "seed 1: not scored"
@@ -594,11 +597,11 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
 
 
 def test_a_refused_record_is_no_base(records):
-    findings = verify.Findings()
+    findings = common.Findings()
     base = claims(records)["base"]
-    assert len(verify.other_seeds(records, base, "tiny", findings)) == 3 and not findings
+    assert len(record_claims.other_seeds(records, base, "tiny", findings)) == 3 and not findings
     track(records, min_seeds=4)
-    verify.other_seeds(records, base, "tiny", findings)
+    record_claims.other_seeds(records, base, "tiny", findings)
     assert len(findings) == 1 and "is refused itself: the track asks for 4 seeds" in findings[0]
 
 
