@@ -16,10 +16,10 @@ SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 
 
 class Tokenizer:
-    """Encodes and decodes documents. Their ids are without the BOS token that a shard has in front of each.
+    """Encodes and decodes documents. The ids do not include the BOS token that precedes each document in a shard.
 
     kind: "byte", "char", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
-    spec, file: what was passed to load_tokenizer; the same as a path, or None if it is a name.
+    spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
     bos: the id that starts a document, or -1.
     unknown: the id of text that has no token, or -1.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
@@ -118,7 +118,7 @@ class ByteTokenizer(Tokenizer):
 class TableTokenizer(Tokenizer):
     """A .json file with the bytes of each token.
 
-    Kind "char" encodes characters, as bytes those that it does not have. Kind "table" only decodes."""
+    Kind "char" encodes characters, and as bytes those that are not in its table. Kind "table" only decodes."""
 
     def __init__(self, path: str):
         table = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
 """Write a model as a folder that transformers loads: AutoModelForCausalLM and AutoTokenizer, with trust_remote_code=True.
 
     python logs/export_hf.py final_model.int8.ptz huggingface/
-    python logs/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192        if it has no settings
+    python logs/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192 ...    with all settings of its training
 
-The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself, and two
-short files that let transformers (5.0 or newer) use them. If transformers is installed, it reads the folder back, and its
-logits are compared with the model's.
+The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself, and three
+short files that let transformers (5.0 or newer) use them. If transformers is installed, the script loads the folder with it
+and compares its logits with those of the model.
 """
 
 import argparse
@@ -29,17 +29,18 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-A language model of {parameters:,} parameters, trained by `train_gpt.py` with a context of {context} tokens. `train_gpt.py`
-is in this folder: transformers runs its GPT.
+A language model of {parameters:,} parameters, trained by `train_gpt.py` with a context of {context} tokens. The folder
+contains `train_gpt.py`, whose GPT class transformers runs.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
     ids = tokenizer("Once upon a time", return_tensors="pt")
-    print(tokenizer.decode(model.generate(**ids, max_new_tokens=50, do_sample=True, top_p=0.95)[0]))
+    text = model.generate(**ids, max_new_tokens=50, do_sample=True, top_p=0.95)[0]
+    print(tokenizer.decode(text, skip_special_tokens=True))
 
-It needs transformers 5 and {packages}. The SHA-256 of the tokenizer, `{tokenizer}`, is {digest}.
+It needs PyTorch, transformers 5.0 or newer, and {packages}. The SHA-256 of the tokenizer, `{tokenizer}`, is {digest}.
 """
 
 

@@ -145,7 +145,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: int64 (B, T). attention_mask: (B, T or more), 0 for padding; the GPT has no mask, so that rows with
         padding on the left are read one by one, without it. labels: int64 (B, T), as input_ids or -100: they are shifted
         here, and the loss is in nats a token. logits_to_keep: only the last N logits; 0: all. past_key_values: what an
-        earlier call returned. The logits are float32 (B, T or N, V), 0 where there is padding. Raises ValueError."""
+        earlier call returned. The logits are float32 (B, T or N, V), 0 for padding on the left. Raises
+        ValueError."""
         self.gpt.compute_dtype = self.gpt.skip_weights.dtype
         keeps = use_cache or past_key_values is not None
         cache = TextCache() if past_key_values is None else past_key_values
@@ -159,8 +160,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         cache.texts = cache.texts or [Text(row[:, :0]) for row in rows]
         cache.length += input_ids.size(1)
         parts = [self.read(text, row, keeps, logits_to_keep == 1) for text, row in zip(cache.texts, rows)]
-        length = max(part.size(1) for part in parts)
-        x = torch.cat([F.pad(part, (0, 0, length - part.size(1), 0)) for part in parts])
+        length = 1 if logits_to_keep == 1 else input_ids.size(1)
+        x = torch.cat([F.pad(part[:, -length:], (0, 0, max(0, length - part.size(1)), 0)) for part in parts])
         logits = self.gpt.logits(x[:, -logits_to_keep:])[..., :self.config.vocab_size]
         loss = None
         if labels is not None:

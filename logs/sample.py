@@ -5,7 +5,8 @@
     python logs/sample.py final_model.int8.ptz --score texts.jsonl            bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
-their settings: add those of the training, for example NUM_LAYERS=4 MODEL_DIM=192. Tokens/s are printed to stderr.
+their settings: add all of those that the training set, for example NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2
+TRAIN_SEQ_LEN=256 TOKENIZER_PATH=... (see the config event in the .jsonl log). Tokens/s are printed to stderr.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from .tokenization import load_tokenizer
 
 
 class TrainGPTTokenizer(PreTrainedTokenizer):
-    """Puts the boundary token in front of each text, where the trainer's shards have it; it ends a text, too.
+    """Puts the boundary token in front of each text, as the trainer's shards do. It is also the end-of-text token.
 
     vocab_file, table_file: a SentencePiece .model, or a vocabulary .json; tokenizer: else the name, "byte260" or tiktoken's.
     "<s>" in a text is plain text. Raises ValueError if the tokenizer is not the one that config.json beside it names."""

@@ -13,7 +13,8 @@ from log_rules import LAST_MS, ROUNDING, read_folder
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
 AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base",
-            "hardware", "command")
+            "hardware", "command", "rules")
+RULES = "2"  # the version of the rules that new records are checked by; the first had no number
 
 
 # ---- The rules of a track ------------------------------------------------------------------------------
@@ -210,6 +211,7 @@ def render(claims: dict) -> str:
               f"{claims['hardware']}; {processes}, {environment['threads']} threads each; "
               f"Python {environment['python']}, PyTorch {environment['torch']}. "
               f"Division: {claims['division'] or 'none'}."]
+    lines += [f"Checked by version {claims['rules']} of the rules."] if claims.get("rules") else []
     return "\n".join(lines) + "\n" + NOTES
 
 

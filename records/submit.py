@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from claims import AUTHORED, NOTES, make_claims, render, script_difference
+from claims import AUTHORED, NOTES, RULES, make_claims, render, script_difference
 from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track,
                     read_events, require_packages)
 from log_rules import read_folder
@@ -103,7 +103,7 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
     ranks = start["world_size"]
     machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
-    authored |= {"hardware": machine, "command": command,
+    authored |= {"hardware": machine, "command": command, "rules": RULES,
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:

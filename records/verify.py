@@ -35,8 +35,8 @@ UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 # ---- The folder ------------------------------------------------------------------------------------------
 
 
-def check_files(folder: Path, seeds: list[dict], findings: Findings) -> None:
-    """The folder must have its files and no others; artifacts, needed if small, must be those of the logs."""
+def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
+    """The folder must have its files and no others; artifacts, needed if small and not superseded, must be the logs'."""
     for path in sorted(folder.iterdir()):
         known = path.name in OTHER_FILES or SEED_FILE.fullmatch(path.name)
         findings.check(known and path.is_file() and not path.is_symlink(),
@@ -45,7 +45,7 @@ def check_files(folder: Path, seeds: list[dict], findings: Findings) -> None:
         findings.check((folder / name).is_file(), f"{name} is missing")
     for seed in seeds:
         path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-        if path.is_file() or seed["artifact_bytes"] < SMALL_ARTIFACT:
+        if path.is_file() or (has_artifacts and seed["artifact_bytes"] < SMALL_ARTIFACT):
             check_artifact(path, seed, findings)
 
 
@@ -185,7 +185,8 @@ def verify_record(folder: Path, again: bool = False,
     computed = make_claims(folder, submission, seeds, findings)
     compare_claims(submission, computed, findings)
     check_rules(track, submission["division"], seeds, findings)
-    check_files(folder, seeds, findings)
+    has_artifacts = folder.name not in track.get("superseded", [])
+    check_files(folder, seeds, has_artifacts, findings)
     check_paths(folder, findings)
     if not findings:
         check_texts(folder, submission, findings)
@@ -193,7 +194,9 @@ def verify_record(folder: Path, again: bool = False,
              f"most {computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
-    if again:
+    if again and not (has_artifacts or artifacts):
+        notes.append("not scored again: only the digests of superseded artifacts are kept")
+    elif again:
         check_data(seeds[0], findings)  # the seeds have the same settings
         notes += [rerun(folder, seed, artifacts or folder, findings) for seed in seeds]
     return findings, notes

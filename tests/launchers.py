@@ -156,7 +156,7 @@ def as_a_pbs_job(folder: Path, words: list[str], environment: dict[str, str]) ->
     (folder / "logs").mkdir()
     (folder / "logs" / "pbs.sh").symlink_to(REPOSITORY / "logs" / "pbs.sh")
     programs = {"mpiexec": 'exec mpiexec.mpich -n 2 "$@"',
-                "qsub": 'echo "qsub $*" >> qsub.txt; export STOP_AFTER=900s "${2%%,*}" "${2#*,}"; exec bash "$3"'}
+                "qsub": 'echo "qsub $*" >> qsub.txt; IFS=, read -ra words <<< "$2"; export "${words[@]}" STOP_AFTER=900s; exec bash "$3"'}
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)

@@ -97,6 +97,8 @@ def test_uneven_rows_are_read_as_if_each_were_alone(folders):
         assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].size(1):], row)
     assert torch.equal(model.generate(**tokenizer("a", return_tensors="pt", padding="max_length", max_length=9), **options)[0, 9:],
                        together[1])
+    padded = tokenizer(texts, return_tensors="pt", padding="max_length", max_length=25)  # on the left of all
+    assert model(**padded, labels=padded["input_ids"]).loss.isfinite() and model(**padded).logits.shape == (3, 25, 260)
     logits = model(**batch).logits
     torch.testing.assert_close(logits[1, -2:], model(batch["input_ids"][1:2, -2:]).logits[0])
     beams = [model.generate(**batch, num_beams=3, max_new_tokens=8, do_sample=False, use_cache=cache) for cache in (True, False)]

@@ -774,6 +774,35 @@ def test_other_failures_end_the_ladder(climb, tmp_path, lacks, reason):
     assert not (tmp_path / "ladder").exists()
 
 
+def test_a_superseded_record_keeps_its_digests_only(records):
+    for path in records.glob("artifact_seed*"):
+        path.unlink()
+    assert "artifacts under 2 MB belong in the folder" in verify.verify_record(records)[0][0]
+    track = records.parent / "track.json"
+    track.write_text(json.dumps({**json.loads(track.read_text()), "superseded": [records.name]}))
+    assert verify.verify_record(records)[0] == []
+    found, notes = verify.verify_record(records, again=True)
+    assert found == [] and notes[-1] == "not scored again: only the digests of superseded artifacts are kept"
+    (records / "artifact_seed1.int8.ptz").write_bytes(b"x")
+    assert "is not the artifact of the log" in verify.verify_record(records)[0][0]
+
+
+def test_a_record_says_which_rules_it_was_checked_by(records):
+    assert claims(records)["rules"] == record_claims.RULES
+    assert f"\nChecked by version {record_claims.RULES} of the rules.\n" in (records / "README.md").read_text()
+
+
+def test_the_best_record_of_each_division_can_be_scored_again():
+    best = {}
+    for path in (REPOSITORY / "records").glob("track_*/*/submission.json"):
+        submission = json.loads(path.read_text())
+        key = path.parent.parent.name, submission["division"]
+        best[key] = min(best.get(key, (9.0, None)), (common.score(submission), path.parent))
+    assert len(best) >= 3
+    for _, folder in best.values():
+        assert len(list(folder.glob("artifact_seed*.int8.ptz"))) == len(list(folder.glob("train_seed*.jsonl"))), folder
+
+
 def test_all_committed_records_are_as_they_say():
     assert f"{leaderboard.BEGIN}\n{leaderboard.leaderboard(REPOSITORY / 'records')}\n{leaderboard.END}" in (
         REPOSITORY / "records" / "README.md").read_text()
