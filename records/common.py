@@ -72,6 +72,26 @@ def read_events(path: Path) -> list[dict]:
     return events
 
 
+def state_of(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> str:
+    """Return "finished" or "begun" if logs/RUN_ID.jsonl of the checkout `root` is of its script, these settings (RESUME aside)
+    and this number of ranks; else "other"."""
+    try:
+        events = read_events(root / "logs" / f"{run_id}.jsonl")
+        logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
+                  if origin in ("argument", "environment")}  # others come from the artifact INIT_FROM
+        wanted = {**{name: os.environ[name] for name in events[0]["config"] if name in os.environ}, **settings}
+        script = (root / "train_gpt.py").read_text(encoding="utf-8")
+        log = (root / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
+        is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
+    except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
+        return "other"
+    logged.pop("RESUME", None)
+    wanted.pop("RESUME", None)
+    if not is_same or logged != wanted:
+        return "other"
+    return "finished" if any(event["event"] == "final" for event in events) else "begun"
+
+
 def pairs_of(words: list[str]) -> dict[str, str]:
     """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
     for word in words:

@@ -18,34 +18,14 @@ import sys
 import time
 
 from claims import check_request, other_seeds
-from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, Findings, launcher, load_json, load_track, read_events,
-                    require_packages)
+from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, Findings, launcher, load_json, load_track,
+                    require_packages, state_of)
 from submit import add_arguments, folder_of, submit
 from verify import report
 
 sys.path.append(str(ROOT))
 
 import train_gpt  # noqa: E402
-
-
-def state_of(run_id: str, settings: dict[str, str], ranks: int) -> str:
-    """Return "finished" or "begun" if logs/RUN_ID.jsonl is of this script, these settings (RESUME aside) and this number of
-    ranks; else "other"."""
-    try:
-        events = read_events(ROOT / "logs" / f"{run_id}.jsonl")
-        logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
-                  if origin in ("argument", "environment")}  # others come from the artifact INIT_FROM
-        wanted = {**{name: os.environ[name] for name in events[0]["config"] if name in os.environ}, **settings}
-        script = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-        log = (ROOT / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
-        is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
-    except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
-        return "other"
-    logged.pop("RESUME", None)
-    wanted.pop("RESUME", None)
-    if not is_same or logged != wanted:
-        return "other"
-    return "finished" if any(event["event"] == "final" for event in events) else "begun"
 
 
 def run_seed(command: list[str], environment: dict[str, str]) -> int:
@@ -109,7 +89,7 @@ def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
         run_id = f"{options.name}_seed{seed}"
         run_ids.append(run_id)
         given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
-        state = state_of(run_id, given, options.ranks)
+        state = state_of(ROOT, run_id, given, options.ranks)
         if state == "finished":
             print(f"{run_id} has already finished", flush=True)
             continue

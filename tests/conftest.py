@@ -1,7 +1,6 @@
-"""What the tests share: tiny shards, tiny configurations, and the trainer as a subprocess."""
+"""What the tests share: the scripts on the path, the trainer in this process and as a subprocess, and its batches."""
 
 import gc
-import json
 import os
 import platform
 import signal
@@ -9,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records"))]
+sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records", "records/lab"))]
 
 import train_gpt  # noqa: E402
+from tiny import (TINY, events, make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config,  # noqa: E402, F401
+                  write_shard)
 
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
@@ -53,48 +52,6 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(line)
 
 
-TINY = {
-    "DEVICE": "cpu", "DTYPE": "float32", "TOKENIZER_PATH": "byte260", "VOCAB_SIZE": "260",
-    "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "32",
-    "TRAIN_BATCH_TOKENS": "1024", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1",
-    "WARMDOWN_ITERS": "2", "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0",
-    "MUON_MOMENTUM_WARMUP_STEPS": "2", "COMPILE": "0",
-    "MICRO_BATCH_TOKENS": "512",
-}
-
-
-def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
-    """A shard, written independently of data/prepare.py; header fields may be wrong on purpose."""
-    tokens = np.asarray(tokens, dtype="<u2")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.unlink(missing_ok=True)  # where an older file is mapped, it stays as it was
-    path.write_bytes(header.tobytes() + tokens.tobytes())
-    return path
-
-
-def make_shards(folder: Path) -> Path:
-    """A new folder `tiny` with two training shards and one validation shard of byte260 tokens."""
-    data = folder / "tiny"
-    data.mkdir()
-    text = [4 + byte for byte in b"the quick brown fox jumps over the lazy dog. "] * 400
-    for name, size in (("train_000000", 9000), ("train_000001", 5000), ("val_000000", 3000)):
-        write_shard(data / f"tiny_{name}.bin", [1, *text[:size - 1]])
-    return data
-
-
-def tiny_config(**changes) -> train_gpt.Config:
-    """The tiny configuration with lower-case changes, resolved as on one CPU."""
-    known = {f.name.upper(): f for f in train_gpt.fields(train_gpt.Config)}
-    values = {known[n].name: train_gpt.parse_value(known[n], text) for n, text in TINY.items()}
-    values.update(grad_accum_steps=8, attn="math")
-    return train_gpt.Config(**{**values, **changes})
-
-
-def one_process() -> train_gpt.Ranks:
-    return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
-
-
 def micro_batches(config: train_gpt.Config, x, y) -> list[tuple]:
     """Inputs and targets as a loader splits them."""
     rows = config.micro_batch_tokens // config.train_seq_len
@@ -111,10 +68,6 @@ def split_batch(config: train_gpt.Config, world_size: int) -> tuple[int, int]:
     ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))
     resolved = train_gpt.resolve(train_gpt.replace(config, dtype="float32", compile="0"), ranks)
     return resolved.grad_accum_steps, resolved.train_batch_tokens
-
-
-def read_checkpoint(path: Path) -> dict:
-    return train_gpt.find_checkpoint(tiny_config(resume=str(path)))
 
 
 def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None, timeout=240):
@@ -141,13 +94,3 @@ def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def tiny_arguments(data: Path, **changes) -> list[str]:
-    """The tiny configuration as arguments of the script."""
-    return [f"{name}={value}" for name, value in {**TINY, "DATA_PATH": str(data), **changes}.items()]
-
-
-def events(folder: Path, run_id: str) -> list[dict]:
-    lines = (folder / "logs" / f"{run_id}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""records/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
+"""records/lab/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
 def test_two_commits_are_compared_and_phases_are_timed():
-    command = [sys.executable, str(REPOSITORY / "records" / "bench.py"), "cpu-small", "--against", "HEAD",
+    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "bench.py"), "cpu-small", "--against", "HEAD",
                "--phases", "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)

@@ -15,9 +15,9 @@ import pytest
 import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
 
-READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/speed.md",
+READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/lab/speed.md",
            *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "records").glob("track_*/README.md"))))
-COMMAND = re.compile(r"(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*((?:data|logs|records|tests)/\w+\.py|train_gpt\.py)(.*)")
+COMMAND = re.compile(r"(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*((?:data|logs|records|records/lab)/\w+\.py|train_gpt\.py)(.*)")
 VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
 
 
@@ -56,7 +56,7 @@ def checkout(tmp_path):
     """A copy of the scripts, with a virtual environment that hands over to this interpreter."""
     for name in ("train_gpt.py", "run.sh", "requirements.txt", "requirements-dev.txt"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    for folder in ("data", "logs", "records"):
+    for folder in ("data", "logs", "records", "records/lab"):
         (tmp_path / folder).mkdir()
         for path in (REPOSITORY / folder).glob("*.py"):
             shutil.copy(path, tmp_path / folder)
@@ -144,7 +144,7 @@ def test_ablations_are_trained_once_and_compared(checkout):
     data = make_shards(checkout)
     base = checkout / "base.env"
     base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=2, EXPORT_BITS=6)))
-    command = [sys.executable, "records/ablate.py", "plain", "slope MLP_SLOPE=0.5", "--base", str(base), "--seeds", "1,2", "--jobs", "2"]
+    command = [sys.executable, "records/lab/ablate.py", "plain", "slope MLP_SLOPE=0.5", "--base", str(base), "--seeds", "1,2", "--jobs", "2"]
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     first, again = (subprocess.run(command, cwd=checkout, env=clean, capture_output=True, text=True, timeout=240, check=False)
                     for _ in range(2))
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_all_ablations_with_a_sentence(checkout):
     """As in a terminal, where it goes to the whole group of processes; the runs that wait are not started."""
     data = make_shards(checkout)
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    command = [sys.executable, "records/ablate.py", "a", "b", "--seeds", "1,2", "--settings",
+    command = [sys.executable, "records/lab/ablate.py", "a", "b", "--seeds", "1,2", "--settings",
                *tiny_arguments(data, ITERATIONS=10**6, VAL_LOSS_EVERY=0)]
     process = subprocess.Popen(command, cwd=checkout, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)

@@ -756,7 +756,7 @@ print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).r
 
 
 def test_damaged_weights_are_errors_or_what_they_were(tmp_path):
-    """A short form of tests/faults.py, which does 2,000 of them."""
+    """A short form of records/lab/faults.py, which does 2,000 of them."""
     random, config = np.random.default_rng(3), tiny_config(int8_keep_float_max_numel=100)
     model, artifact = artifact_of(config)
     other = train_gpt.GPT(config)

@@ -69,7 +69,7 @@ def test_scripts_import_each_other_without_a_circle():
 @pytest.mark.slow
 @pytest.mark.skipif(bool(compile_for_gpu.missing()), reason=compile_for_gpu.missing())
 def test_the_graph_compiles_for_an_h100_and_moves_no_more_bytes():
-    command = [sys.executable, str(REPOSITORY / "tests" / "compile_for_gpu.py"), "default-4096"]
+    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "compile_for_gpu.py"), "default-4096"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
 

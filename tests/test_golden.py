@@ -3,16 +3,13 @@
 Its data are not part of this repository; GOLDEN_PATH names their folder."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
 import train_gpt
-from conftest import REPOSITORY, events, run_trainer, write_shard
+from conftest import events, run_trainer, write_shard
+from tiny import GOLDEN, MODEL
 
-GOLDEN = Path(os.environ.get("GOLDEN_PATH", REPOSITORY.parent / "shared" / "golden")).resolve()
-MODEL = GOLDEN.parent / "tokenizers" / "fineweb_1024_bpe.model"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not (GOLDEN / "A" / "expected.json").exists() or not MODEL.exists(),
     reason=f"the reference run's data are not in {GOLDEN} (GOLDEN_PATH)")]

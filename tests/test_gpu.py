@@ -32,7 +32,7 @@ from conftest import REPOSITORY, events, run_here, run_trainer, write_shard
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason=f"PyTorch {torch.__version__} sees no CUDA device")]
 
-CALCULATED = {"ms per step on 8 GPUs (H100)": 38}  # records/speed.md
+CALCULATED = {"ms per step on 8 GPUs (H100)": 38}  # records/lab/speed.md
 MEASURED = {"ms per step on 1 GPU (H100, PyTorch 2.11)": 268}
 PUBLISHED = {"ms per step on 8 GPUs (H100), between shard ends": 52.0,
              "ms per step on 8 GPUs (H100), on average": 65.98}

@@ -15,26 +15,10 @@ import torch
 import train_gpt
 from conftest import micro_batches, one_process, tiny_config
 from log_rules import COMPARED_LINES
+from tiny import make_run
 
 
 SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1)  # a loader for steps that are none
-
-
-def make_run(**changes):
-    """A run without a log, data and files."""
-    config = tiny_config(**changes)
-    torch.manual_seed(0)
-    run = train_gpt.Run.__new__(train_gpt.Run)
-    run.config, run.ranks, run.model = config, one_process(), train_gpt.GPT(config)
-    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
-    run.optimizers = train_gpt.build_optimizers(run.model, config, run.ranks)
-    run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
-    run.parallel, run.code, run.packed = run.model, b"", None
-    run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(train_gpt.NEVER), 0, 0.0, [], 0
-    run.partial = ""
-    run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-    run.zero_ms, run.pace_ms, run.agreed, run.logged = 0.0, 0.0, (0, 0.0), (0, 0.0)
-    return run
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -357,8 +357,8 @@ def test_what_ranks_communicate():
 
 @pytest.mark.slow
 def test_the_launchers_that_are_installed_train_the_same():
-    """Those of one machine; tests/launchers.py has more. Without the reference run's data, it trains a tiny model."""
-    command = [sys.executable, str(REPOSITORY / "tests" / "launchers.py"), "--only", "ranks"]
+    """Those of one machine; records/lab/launchers.py has more. Without the reference run's data, it trains a tiny model."""
+    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "launchers.py"), "--only", "ranks"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False,
                             env={**train_gpt.os.environ, "GOLDEN_PATH": "none"})
     print(result.stdout)

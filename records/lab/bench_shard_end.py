@@ -1,6 +1,6 @@
-"""Measure how long a step waits for its tokens at the end of a shard of 100M tokens; print the table in records/speed.md.
+"""Measure how long a step waits for its tokens at the end of a shard of 100M tokens; print the table in records/lab/speed.md.
 
-    python tests/bench_shard_end.py [--repeat 5]
+    python records/lab/bench_shard_end.py [--repeat 5]
 
 One rank of eight reads its share of 24 steps of the default size; a shard ends in the middle of them. The trainer maps
 shards and reads what a step needs; the published trainer reads the whole next shard when it needs its first token.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 import train_gpt  # noqa: E402

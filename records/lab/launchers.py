@@ -1,6 +1,6 @@
-"""Train under every installed launcher, and print the table that records/scaling.md quotes.
+"""Train under every installed launcher, and print the table that records/lab/scaling.md quotes.
 
-    python tests/launchers.py [--only NAME]...
+    python records/lab/launchers.py [--only NAME]...
 
 Tried are one process, torchrun, mpirun of Open MPI and of MPICH, Slurm's srun (a Slurm is started for the test), and
 torchrun on two hosts, which are network namespaces. Two more runs kill and restart one host, and slow the link. The jobs
@@ -34,11 +34,7 @@ from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
-
-from conftest import events, make_shards, tiny_arguments  # noqa: E402
-from test_golden import GOLDEN, MODEL  # noqa: E402
+from tiny import GOLDEN, MODEL, REPOSITORY, events, make_shards, tiny_arguments  # noqa: E402
 
 TRAINER = [sys.executable, str(REPOSITORY / "train_gpt.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -1,9 +1,9 @@
 """Compare the speed of train_gpt.py between commits, by what its logs say.
 
-    python records/bench.py                                  this checkout, in the device's configurations
-    python records/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
-    python records/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
-    python records/bench.py cpu-small --phases               also the phases of a step of this checkout
+    python records/lab/bench.py                                  this checkout, in the device's configurations
+    python records/lab/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
+    python records/lab/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
+    python records/lab/bench.py cpu-small --phases               also the phases of a step of this checkout
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07. Each commit has its own compiler cache, which is empty at the first start.
@@ -21,7 +21,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from common import ROOT, gpu_names, hardware, launcher, read_events, table
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from common import ROOT, gpu_names, hardware, launcher, read_events, table  # noqa: E402
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")

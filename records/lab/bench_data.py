@@ -1,6 +1,6 @@
 """How fast text becomes shards and shards become batches: prints the tables in data/README.md.
 
-    python tests/bench_data.py TEXT.jsonl.xz TOKENIZER.model [--threads 2] [--repeat 3]
+    python records/lab/bench_data.py TEXT.jsonl.xz TOKENIZER.model [--threads 2] [--repeat 3]
 
 TEXT is a .jsonl or .jsonl.xz of documents. The same text is encoded by SentencePiece alone, from memory with as many
 threads, and by data/prepare.py from a plain file and from an .xz, in turn and REPEAT times. Memory is the proportional
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def own_encode(model: str, texts: list[str], threads: int) -> float:

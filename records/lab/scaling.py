@@ -1,10 +1,10 @@
 """Calculate the bytes that ranks communicate in a step, and the time that this takes on 2 to 1,024 GPUs.
 
-    python records/scaling.py                                                          print the tables
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/scaling.py --count           measure the bytes of a step
+    python records/lab/scaling.py                                                          print the tables
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/lab/scaling.py --count           measure the bytes of a step
 
 The times are calculated, not measured: bytes over the peak rate of the link, for ring algorithms, without latency
-and without overlap, compared with the calculated time of forward and backward (tests/compile_for_gpu.json). --count runs one
+and without overlap, compared with the calculated time of forward and backward (records/lab/compile_for_gpu.json). --count runs one
 step of the default model with rows of 64 tokens under PyTorch's profiler, on CPUs with gloo.
 """
 
@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 from bench import write_data
-from common import ROOT, load_json, table
 
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import train_gpt  # noqa: E402
+from common import load_json, table  # noqa: E402
 
 SHAPES = {  # the trainer's settings, and the case of compile_for_gpu.json with its tokens
     "default": ({}, "default-4096", 12 * 4096),
@@ -53,7 +53,7 @@ def rows_of(name: str) -> list[list[str]]:
     """Return the table's rows for a shape, with the same tokens for each GPU at every number of GPUs."""
     settings, case, tokens = SHAPES[name]
     config = train_gpt.Config(dtype="float32", **settings)
-    compute = load_json(ROOT / "tests" / "compile_for_gpu.json")["cases"][case]["cudnn ms"]
+    compute = load_json(Path(__file__).with_name("compile_for_gpu.json"))["cases"][case]["cudnn ms"]
     rows = []
     for ranks in (2, 4, 8, 16, 32, 64, 256, 1024):
         reduced, gathered = payloads(config, ranks)

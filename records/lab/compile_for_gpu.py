@@ -1,10 +1,10 @@
 """Compile the training step's graph for an H100 on a machine that has none; count its kernels and bytes.
 
-    python tests/compile_for_gpu.py                        every case, compared with compile_for_gpu.json
-    python tests/compile_for_gpu.py default-4096           one case
-    python tests/compile_for_gpu.py --update               write compile_for_gpu.json
-    python tests/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels
-    python tests/compile_for_gpu.py --quick --script OLD/train_gpt.py NUM_LAYERS=2     another script, more settings
+    python records/lab/compile_for_gpu.py                        every case, compared with compile_for_gpu.json
+    python records/lab/compile_for_gpu.py default-4096           one case
+    python records/lab/compile_for_gpu.py --update               write compile_for_gpu.json
+    python records/lab/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels
+    python records/lab/compile_for_gpu.py --quick --script OLD/train_gpt.py NUM_LAYERS=2     another script, more settings
 
 The exit status is 1 if a count differs by more than 2 % from the committed one, or if the graph does not compile.
 
@@ -313,7 +313,7 @@ def missing() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="CASE or NAME=value", help=", ".join(CASES))
-    parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "train_gpt.py")
+    parser.add_argument("--script", type=Path, default=Path(__file__).resolve().parents[2] / "train_gpt.py")
     parser.add_argument("--code", type=Path, help="a folder for the generated code and the list of kernels")
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
     parser.add_argument("--quick", action="store_true", help="leave ptxas out")

@@ -1,6 +1,6 @@
 """Kills runs, damages files and fills disks, many times over, and prints the table that logs/README.md quotes.
 
-    python tests/faults.py [--kills 50] [--kills-of-two 20] [--mutations 2000]
+    python records/lab/faults.py [--kills 50] [--kills-of-two 20] [--mutations 2000]
 
 Every killed run is resumed and has to end with the artifact of the uninterrupted one; every damaged file has to be
 refused, or to be read as what it was. The status is 1 if anything was lost. It takes a quarter of an hour on 2 cores.
@@ -24,14 +24,11 @@ from pathlib import Path
 import numpy as np
 
 os.environ["OMP_NUM_THREADS"] = "1"
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 import sentencepiece  # noqa: E402
 import torch  # noqa: E402
-import train_gpt  # noqa: E402
-from conftest import make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config, write_shard  # noqa: E402
-from test_optim import make_run  # noqa: E402
+from tiny import (REPOSITORY, make_run, make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config,  # noqa: E402
+                  train_gpt, write_shard)
 
 PHASES = [("Serialized model", "export"), ("step:", "training"), ("warmup_step", "warm-up"), ("", "start")]
 

@@ -1,6 +1,6 @@
 """Train variations of one setting with several seeds, and print what each is worth.
 
-    python records/ablate.py control 'slope MLP_SLOPE=0.5' 'wide MLP_MULT=3' --base records/presets/cpu_1mb.env \\
+    python records/lab/ablate.py control 'slope MLP_SLOPE=0.5' 'wide MLP_MULT=3' --base records/presets/cpu_1mb.env \\
         --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_sp2048 ...
 
 A variation is a name and its settings; the first one is what the others are compared with. All run for the same
@@ -25,12 +25,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import ROOT, deviation, pairs_of, read_events, table
-from run import state_of
-
-sys.path.append(str(ROOT))
+sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
+from common import ROOT, deviation, pairs_of, read_events, state_of, table  # noqa: E402
 
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
 
@@ -40,7 +38,7 @@ def train(name: str, seed: str, settings: dict[str, str], seconds: float, thread
     run_id = f"ablate_{name}_{seed}"
     given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
              "MAX_WALLCLOCK_SECONDS": str(seconds)}
-    if state_of(run_id, given, ranks=1) != "finished":
+    if state_of(ROOT, run_id, given, ranks=1) != "finished":
         started = time.monotonic()
         words = [f"{key}={value}" for key, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
