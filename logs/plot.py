@@ -9,33 +9,26 @@ band from the smallest to the largest. A resumed run starts with the steps in it
 """
 
 import argparse
-import glob
 import io
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
+from events import MAY_DIFFER_BETWEEN_SEEDS, QUANTITIES, read_history
 
-# Runs that differ only in these settings are seeds of one line. Older logs have CHECKPOINT_DIR and TRACKERS.
-SAME_LINE = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "CHECKPOINT_EVERY",
-             "KEEP_CHECKPOINTS", "overrides", "CHECKPOINT_DIR", "TRACKERS"}
+# Runs that differ only in these settings are seeds of one line.
+SAME_LINE = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "overrides"}
 # Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; float16 for V100 and T4, which lack bfloat16.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
                "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125,
                "Tesla T4": 65}
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink",
            "tab:olive", "tab:cyan", "black")
-PAIR = re.compile(r"(\w+)[:=](\S+)")
-START_LINES = ("train_batch_tokens:", "seed:", "tie_embeddings:", "attention_mode:", "model_params:")
-RULE = "=" * 100  # stands between the source and the lines of a text log
-QUANTITIES = {"train": ("lr", "grad_norm", "tok_per_sec"), "val": ("val_bpb",)}  # beside loss and time
 ACROSS = (("step", "steps"), ("tokens", "tokens (millions)"), ("seconds", "training clock (s)"))
 
 
@@ -72,70 +65,6 @@ def add_event(run: Run, event: dict) -> None:
         run.final.update({name: float(event[name]) for name in names if name in event})
 
 
-def text_events(lines: list[str]) -> Iterator[dict]:
-    """Yield events from the lines of a text log that published trainers write too, and from the settings."""
-    settings = {}
-    for line in lines:
-        pairs = dict(PAIR.findall(line))
-        if line.startswith("step:") and "train_time" in pairs:
-            step, _ = pairs["step"].split("/")
-            milliseconds = pairs["train_time"].removesuffix("ms")
-            yield {**pairs, "event": "val" if "val_loss" in pairs else "train", "step": step,
-                   "train_time_ms": milliseconds}
-        elif line.startswith("config:{"):
-            settings = json.loads(line.removeprefix("config:"))
-        elif line.startswith(START_LINES):
-            settings = {**{name.upper(): value for name, value in pairs.items()}, **settings}
-        elif line.startswith("final_int8_zlib_roundtrip_exact "):
-            yield {**pairs, "event": "final"}
-        elif match := re.match(r"Serialized model int8\+zlib: (\d+) bytes", line):
-            yield {"event": "export", "artifact_bytes": match[1]}
-        elif match := re.match(r"Code size: (\d+) bytes", line):
-            yield {"event": "export", "code_bytes": match[1]}
-    yield {"event": "config", "config": settings}
-
-
-def resume_step(events: list[dict]) -> int:
-    """Return the step at which a log was resumed, or 0."""
-    return next((event["step"] for event in events if event["event"] == "resume"), 0)
-
-
-def json_events(lines: list[str]) -> list[dict]:
-    """Return the events of a .jsonl log, without a last line that was cut off."""
-    events = [json.loads(line) for line in lines[:-1]]
-    with suppress(ValueError):
-        events += [json.loads(line) for line in lines[-1:]]
-    return events
-
-
-def older_logs(path: Path) -> list[Path]:
-    """Return the logs that the trainer renamed to NAME.TIME.jsonl (or .txt), the oldest first. TIME, in ns, has
-    many digits: the log of the run "wd0.05" is not one of "wd0"."""
-    found = path.parent.glob(f"{glob.escape(path.stem)}.*{path.suffix}")
-    return sorted(other for other in found if re.fullmatch(r"\.\d{10,}", other.stem.removeprefix(path.stem)))
-
-
-def read_events(path: Path) -> list[dict]:
-    """Return the events of a log of either kind. A .jsonl log of a resumed run takes its earlier steps from
-    the older logs, which the trainer renamed to NAME.*.jsonl. If both have a step, the newer one counts."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    if path.suffix != ".jsonl":
-        rules = [i for i, line in enumerate(lines) if line == RULE]
-        after_source = rules[-1] + 1 if rules else 0
-        return list(text_events(lines[after_source:]))
-    events = json_events(lines)
-    resumed = resume_step(events)
-    older_paths = older_logs(path)
-    while resumed and older_paths:
-        older = json_events(older_paths.pop().read_text(encoding="utf-8").splitlines())
-        steps = [event for event in older if event["event"] in QUANTITIES and event["step"] <= resumed]
-        if any(event["event"] == "train" for event in steps):
-            again = {(event["event"], event.get("step")) for event in events}
-            events = [event for event in steps if (event["event"], event["step"]) not in again] + events
-            resumed = resume_step(older)
-    return events
-
-
 def read_run(text: str) -> Run:
     """Read the log named by `text`, a file or a RUN_ID in logs/. Raises ValueError if there is none, or if it
     has no steps."""
@@ -146,7 +75,7 @@ def read_run(text: str) -> Run:
         raise ValueError(f"{text!r} is neither a file nor a RUN_ID in logs/")
     run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem)
     try:
-        for event in read_events(path):
+        for event in read_history(path):
             add_event(run, event)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a log of train_gpt.py: {error!r}") from None

@@ -6,8 +6,9 @@ import re
 import statistics
 from pathlib import Path
 
-from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, Findings, compare_scores, deviation, find_incumbent, is_close,
-                    load_json, load_track, score, table)
+from common import (FOLDER_NAME, Findings, compare_scores, deviation, find_incumbent, is_close, load_json,
+                    load_track, score, table)
+from events import MAY_DIFFER_BETWEEN_SEEDS
 from log_rules import LAST_MS, ROUNDING, read_folder
 
 NOTES = "\n## Notes\n"

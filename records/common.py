@@ -14,13 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RULE = "=" * 100  # divides source, machine and lines in a text log
+sys.path.append(str(ROOT / "logs"))
+
+from events import read_events  # noqa: E402
+
 FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-# Settings that do not change what is trained, so that the seeds of a record may differ in them. Older scripts had
-# CHECKPOINT_DIR and TRACKERS.
-MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
-                            "KEEP_CHECKPOINTS", "TRACKERS"}
 
 
 class Findings(list):
@@ -61,15 +60,6 @@ def load_track(folder: Path) -> dict:
 def record_folders(records: Path) -> list[Path]:
     """Return the folders of all tracks."""
     return sorted(path for track in records.glob("track_*") for path in track.iterdir() if path.is_dir())
-
-
-def read_events(path: Path) -> list[dict]:
-    """Return the events of a .jsonl log, without a last line that was cut off."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines[:-1]]
-    with suppress(ValueError):
-        events += [json.loads(line) for line in lines[-1:]]
-    return events
 
 
 def state_of(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> str:

@@ -23,11 +23,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common import ABSOLUTE_PATH, ROOT, gpu_names, hardware, launcher, load_json, pairs_of, read_events, table
-
-sys.path.append(str(ROOT / "logs"))
-
-from plot import mfu_of  # noqa: E402
+from common import ABSOLUTE_PATH, ROOT, gpu_names, hardware, launcher, load_json, pairs_of, table
+from events import read_events
+from plot import mfu_of
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "

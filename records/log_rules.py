@@ -8,7 +8,8 @@ from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 
-from common import MAY_DIFFER_BETWEEN_SEEDS, RULE, Findings, is_close, load_track, read_events
+from common import Findings, is_close, load_track
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 from source_rules import check_script
 
 # Slack, and why

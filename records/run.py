@@ -18,8 +18,8 @@ import sys
 import time
 
 from claims import check_request, other_seeds
-from common import (FOLDER_NAME, MAY_DIFFER_BETWEEN_SEEDS, ROOT, Findings, launcher, load_json, load_track,
-                    require_packages, state_of)
+from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, require_packages, state_of
+from events import MAY_DIFFER_BETWEEN_SEEDS
 from submit import add_arguments, folder_of, submit
 from verify import report
 

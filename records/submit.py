@@ -19,15 +19,13 @@ import sys
 import time
 from pathlib import Path
 
+from common import ROOT, Findings, hardware, load_json, load_track, require_packages  # first: it finds the reader of logs
+
+import plot
 from claims import AUTHORED, NOTES, RULES, make_claims, render, script_difference
-from common import (MAY_DIFFER_BETWEEN_SEEDS, ROOT, RULE, Findings, hardware, load_json, load_track,
-                    read_events, require_packages)
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, older_logs, read_events
 from log_rules import read_folder
 from verify import SMALL_ARTIFACT, report
-
-sys.path.append(str(ROOT / "logs"))
-
-import plot  # noqa: E402
 
 
 def write_record(folder: Path, authored: dict) -> None:
@@ -66,7 +64,7 @@ def copy_run(folder: Path, run_id: str) -> None:
     for source, ending in ((text, ".log"), (log, ".jsonl")):
         shutil.copy(source, folder / (name + ending))
         if "resume" in last:
-            for older in plot.older_logs(source):
+            for older in older_logs(source):
                 part = older.name.removeprefix(run_id).removesuffix(source.suffix)
                 shutil.copy(older, folder / (name + part + ending))
     script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]

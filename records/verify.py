@@ -21,8 +21,9 @@ from pathlib import Path
 import ladder
 from claims import (AUTHORED, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
                     script_difference)
-from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, RULE, Findings, load_json, load_track, read_events, record_folders,
+from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, load_json, load_track, record_folders,
                     require_packages, score)
+from events import RULE, read_events
 from log_rules import read_folder
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs

@@ -6,6 +6,7 @@ import struct
 
 import plot
 import pytest
+from events import older_logs
 
 SEED_LOG = """print("step:1/9 train_loss:1.0 train_time:1ms")
 {line}
@@ -141,7 +142,7 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     repeated = write_events(tmp_path / "run.jsonl", steps=(3, 4), resume=2).read_text().splitlines()
     validation = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # on resuming
     write_events(tmp_path / "run.05.jsonl", steps=(1, 2, 3, 4, 5), final=False)  # of the run "run.05"
-    assert plot.older_logs(tmp_path / "run.jsonl") == [tmp_path / "run.1767225600000000000.jsonl"]
+    assert older_logs(tmp_path / "run.jsonl") == [tmp_path / "run.1767225600000000000.jsonl"]
     (tmp_path / "run.jsonl").write_text("\n".join([*repeated[:2], json.dumps(validation), *repeated[2:]]))
     run = plot.read_run(str(tmp_path / "run.jsonl"))
     assert run.val["step"] == [2, 4] and run.val["loss"][0] == 7 and run.train["step"] == [1, 2, 3, 4]

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
-from common import ROOT, deviation, pairs_of, read_events, state_of, table  # noqa: E402
+from common import ROOT, deviation, pairs_of, state_of, table  # noqa: E402
+from events import read_events  # noqa: E402
 
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
 

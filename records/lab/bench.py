@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, gpu_names, hardware, launcher, read_events, table  # noqa: E402
+from common import ROOT, gpu_names, hardware, launcher, table  # noqa: E402
+from events import read_events  # noqa: E402
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")
