@@ -6,7 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
-from common import (FOLDER_NAME, Findings, compare_scores, deviation, find_incumbent, is_close, load_json,
+from common import (FOLDER_NAME, Findings, compare_scores, deviation, earlier_records, is_close, load_json,
                     load_track, score, table)
 from events import MAY_DIFFER_BETWEEN_SEEDS
 from log_rules import LAST_MS, ROUNDING, read_folder
@@ -101,10 +101,15 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     """Return everything in submission.json that the logs decide."""
     track = load_track(folder)
     division = authored["division"]
-    best = find_incumbent(folder, authored)
-    incumbent = f"{folder.parent.name}/{best['date']}_{best['name']}" if best else ""
     base = other_seeds(folder, authored["base"], division, findings)
-    rivals = base if incumbent == authored["base"] else other_seeds(folder, incumbent, division, findings)
+    incumbent, rivals = "", []
+    for best in earlier_records(folder, authored):
+        refused = Findings()  # a record that is refused itself is passed over
+        place = f"{folder.parent.name}/{best['date']}_{best['name']}"
+        rivals = base if place == authored["base"] else other_seeds(folder, place, division, refused)
+        if not refused:
+            incumbent = place
+            break
     against = compare_scores(track, seeds, rivals)
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
@@ -216,8 +221,10 @@ def render(claims: dict) -> str:
     return "\n".join(lines) + "\n" + NOTES
 
 
-def script_difference(folder: Path, base: str) -> str:
-    """Return the unified diff from the base's train_gpt.py to the folder's; "" if there is none."""
+def script_difference(folder: Path, submission: dict) -> str:
+    """Return the unified diff from the train_gpt.py of the base, or else of the incumbent, to the folder's; "" if there is
+    none. Records of the first rules had none without a base."""
+    base = submission["base"] or (submission["incumbent"] if submission.get("rules") else "")
     if not base:
         return ""
     scripts = (folder.parent.parent / base / "train_gpt.py", folder / "train_gpt.py")

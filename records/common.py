@@ -159,12 +159,12 @@ def order_of(submission: dict) -> tuple[str, str, str]:
     return submission["date"], submission.get("submitted", ""), submission["name"]
 
 
-def find_incumbent(folder: Path, submission: dict) -> dict | None:
-    """Return the submission of the best record of the same track and division that came before this one, or None."""
+def earlier_records(folder: Path, submission: dict) -> list[dict]:
+    """Return the submissions of the same track and division that came before this one, the best first."""
     earlier = []
     for path in folder.parent.glob("*/submission.json"):
         with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
             other = load_json(path)
             if other["division"] == submission["division"] and order_of(other) < order_of(submission):
                 earlier.append((score(other), order_of(other), other))
-    return min(earlier, key=lambda entry: entry[:2], default=(0, (), None))[2]
+    return [other for _, _, other in sorted(earlier, key=lambda entry: entry[:2])]

@@ -19,6 +19,7 @@ CLOCK_SHARE = 0.05  # the wall clock includes logging
 CLOCK_MS = 250  # a slow disk under the log
 LAST_MS = 1000  # a run may pass the cap by an average step and this much for a hiccup
 EVALUATION_SECONDS = 10  # between export and score the artifact is read back and sent to all ranks
+PAUSE_SHARE, PAUSE_S = 3, 2  # a validation may stop the clock for thrice the time of the last one, and two seconds
 BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 may improve the loss by chance, but by less than this
 # Lines of a text log with numbers that the .jsonl has, too
 COMPARED_LINES = ("val_loader:", "world_size:", "seed:", "config:", "step:", "Code size:",
@@ -98,6 +99,14 @@ def check_clock(name: str, events: list[dict], findings: Findings) -> None:
             ms = after["train_time_ms"] - before["train_time_ms"]
             findings.check(abs(wall - ms) <= CLOCK_SHARE * wall + CLOCK_MS, f"{name}: step {after['step']}: "
                            f"{ms:.0f} ms of training, but {wall:.0f} ms of the wall clock")
+    if trained:
+        first, end = trained[0], last["val"]
+        pauses = sum(event["event"] == "val" and event["step"] >= first["step"] for event in events)
+        wall = end["elapsed_s"] - first["elapsed_s"]
+        seconds = (end["train_time_ms"] - first["train_time_ms"]) / 1000
+        most = pauses * (PAUSE_SHARE * last["final"]["eval_time_ms"] / 1000 + PAUSE_S)
+        findings.check(wall - seconds <= most, f"{name}: the training clock stood still for {wall - seconds:.1f} s, but "
+                       f"{pauses} validations explain {most:.1f} s at most")
     # Older scripts wrote checkpoints in a thread, whose events are late.
     wall = [event["elapsed_s"] for event in events if event["event"] != "checkpoint"]
     findings.check(wall == sorted(wall), f"{name}: the wall clock goes backwards")

@@ -19,6 +19,7 @@ FORBIDDEN_MODULES = {"builtins", "cffi", "code", "imp", "importlib", "marshal", 
 FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
                         "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
                         "os.exec", "os.spawn", "os.posix_spawn")
+LONGEST_LINE = 120  # a longer one can hide data
 KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" would hide the names above
 # The only calls of these two modules that a script may make: their purpose, and the text of a whole call. It has no
 # other parentheses, so that a call around it does not count again.
@@ -39,6 +40,8 @@ def check_script(source: str) -> tuple[str, ...]:
     lines = len(source.splitlines())
     findings = Findings()
     findings.check(lines < 1500, f"train_gpt.py has {lines} lines, not less than 1,500")
+    longest = max(map(len, source.splitlines()), default=0)
+    findings.check(longest <= LONGEST_LINE, f"train_gpt.py has a line of {longest} characters, more than {LONGEST_LINE}")
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -40,7 +40,7 @@ def write_record(folder: Path, authored: dict) -> None:
     (folder / "submission.json").write_text(json.dumps(submission, indent=1) + "\n", encoding="utf-8")
     stored = folder / "script.diff"
     stored.unlink(missing_ok=True)
-    if difference := script_difference(folder, authored["base"]):
+    if difference := script_difference(folder, submission):
         stored.write_text(difference, encoding="utf-8")
     readme = folder / "README.md"
     notes = readme.read_text(encoding="utf-8").partition(NOTES)[2] if readme.is_file() else ""

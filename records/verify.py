@@ -9,24 +9,21 @@ read it first. --artifacts DIR names the folder of artifacts that are too large 
 """
 
 import argparse
-import os
 import re
-import secrets
-import subprocess
 import sys
-import tempfile
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 import ladder
 from claims import (AUTHORED, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
                     script_difference)
-from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, load_json, load_track, record_folders,
+from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, load_json, load_track, order_of, record_folders,
                     require_packages, score)
-from events import RULE, read_events
+from events import RULE
 from log_rules import read_folder
+from rescore import check_data, check_weights, rerun
 
-RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz")
 OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
@@ -48,6 +45,17 @@ def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: 
         path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
         if path.is_file() or (has_artifacts and seed["artifact_bytes"] < SMALL_ARTIFACT):
             check_artifact(path, seed, findings)
+
+
+def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
+    """No artifact may be that of an earlier record, of any track."""
+    for path in folder.parent.parent.glob("track_*/*/submission.json"):
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
+            other = load_json(path)
+            theirs = {result["artifact_sha256"] for result in other["seed_results"].values()}
+            if path.parent != folder and order_of(other) < order_of(submission):
+                same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in theirs]
+                findings.check(not same, f"the artifacts of seeds {same} are those of {path.parent.parent.name}/{path.parent.name}")
 
 
 def check_artifact(path: Path, seed: dict, findings: Findings) -> bool:
@@ -76,77 +84,11 @@ def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
     """README.md and script.diff must be what submission.json and the scripts give."""
     stored = folder / "script.diff"
     text = stored.read_text(encoding="utf-8") if stored.is_file() else ""
-    findings.check(text == script_difference(folder, submission["base"]), "script.diff is not the difference "
-                   "between the base's train_gpt.py and this one; records/submit.py --again rewrites it")
+    findings.check(text == script_difference(folder, submission), "script.diff is not the difference "
+                   "to the train_gpt.py of its base, or else of the best before it; records/submit.py --again rewrites it")
     text = (folder / "README.md").read_text(encoding="utf-8")
     findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
                    "from submission.json; records/submit.py --again rewrites it")
-
-
-# ---- Scoring again ---------------------------------------------------------------------------------------
-
-
-def check_data(seed: dict, findings: Findings) -> None:
-    """The shards and the tokenizer on this disk must be those that the division pins. The digests in a log come
-    from manifest.json, which can say anything, so the files themselves are hashed."""
-    settings = seed["settings"]
-    data_path = ROOT / settings["DATA_PATH"]
-    for split in ("train", "val"):
-        if pinned := seed["table"].get(f"{split}_shards_sha256"):
-            paths = sorted(data_path.glob(f"*_{split}_[0-9]*.bin"))
-            found = [sha256(path.read_bytes()).hexdigest() for path in paths]
-            findings.check(found == pinned, f"DATA_PATH={settings['DATA_PATH']}: the {split} shards on this "
-                           "disk are not the division's")
-    tokenizer = ROOT / settings["TOKENIZER_PATH"]
-    if pinned := seed["table"].get("tokenizer_sha256"):
-        found = sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
-        findings.check(found == pinned, f"TOKENIZER_PATH={settings['TOKENIZER_PATH']} on this disk is not the "
-                       "division's tokenizer")
-
-
-def scored_data(start: dict) -> tuple:
-    """Return a "config" event's or a seed's validation tokens and bytes, and the digests of the shards."""
-    digests = {file: digest for file, digest in start.get("data_sha256", {}).items() if "_val_" in file}
-    return start["val_tokens"], start["val_bytes"], digests
-
-
-def rerun(folder: Path, seed: dict, artifacts: Path, findings: Findings) -> str:
-    """Score an artifact in a new process with the folder's train_gpt.py and the log's settings; return a line
-    about it."""
-    number = seed["seed"]
-    artifact = artifacts / f"artifact_seed{number}.int8.ptz"
-    if not check_artifact(artifact, seed, findings):
-        return f"seed {number}: not scored"
-    name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
-    settings = {key: str(value) for key, value in seed["overrides"].items()
-                if key not in ("EVAL_STRIDE", "EVAL_SEQ_LEN")}  # of a second score, which is not compared
-    settings |= {"ITERATIONS": "0", "INIT_FROM": str(artifact.resolve()), "RUN_ID": name, "OUT_DIR": name,
-                 "SEED": str(number), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
-    for key in ("DATA_PATH", "TOKENIZER_PATH"):
-        path = ROOT / seed["settings"][key]
-        if path.exists():
-            settings[key] = str(path)
-    kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "TIKTOKEN_CACHE_DIR")
-    environment = {key: os.environ[key] for key in kept if key in os.environ}
-    environment["OMP_NUM_THREADS"] = str(seed["threads"])
-    with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, str((folder / "train_gpt.py").resolve())]
-        command += [f"{key}={text}" for key, text in settings.items()]
-        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True,
-                                check=False)
-        log = Path(place, "logs", f"{name}.jsonl")
-        events = read_events(log) if log.is_file() else []
-    scored = next((event for event in events if event["event"] == "val"), None)
-    output = result.stderr or result.stdout
-    if not findings.check(scored is not None, f"seed {number}: scoring failed: {output[-300:]}"):
-        return f"seed {number}: not scored"
-    findings.check(scored_data(events[0]) == scored_data(seed),
-                   f"seed {number}: DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
-    difference = scored["val_bpb"] - seed["val_bpb"]
-    findings.check(abs(difference) <= RERUN_BPB,
-                   f"seed {number}: the artifact scores {scored['val_bpb']:.8f}, not {seed['val_bpb']:.8f}")
-    return (f"seed {number}: scored again {scored['val_bpb']:.8f}, in the log {seed['val_bpb']:.8f}, "
-            f"{difference:+.1e}")
 
 
 # ---- Records and ladders ---------------------------------------------------------------------------------
@@ -188,6 +130,7 @@ def verify_record(folder: Path, again: bool = False,
     check_rules(track, submission["division"], seeds, findings)
     has_artifacts = folder.name not in track.get("superseded", [])
     check_files(folder, seeds, has_artifacts, findings)
+    check_origin(folder, submission, seeds, findings)
     check_paths(folder, findings)
     if not findings:
         check_texts(folder, submission, findings)
@@ -199,7 +142,10 @@ def verify_record(folder: Path, again: bool = False,
         notes.append("not scored again: only the digests of superseded artifacts are kept")
     elif again:
         check_data(seeds[0], findings)  # the seeds have the same settings
-        notes += [rerun(folder, seed, artifacts or folder, findings) for seed in seeds]
+        paths = {seed["seed"]: (artifacts or folder) / f"artifact_seed{seed['seed']}.int8.ptz" for seed in seeds}
+        here = [seed for seed in seeds if check_artifact(paths[seed["seed"]], seed, findings)]
+        notes += [rerun(folder, seed, paths[seed["seed"]], findings) for seed in here]
+        check_weights([seed for seed in here if "largest" in seed], findings)
     return findings, notes
 
 
@@ -222,7 +168,12 @@ def report(folder: Path, again: bool = False, artifacts: Path | None = None) -> 
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
-    for line in (*notes, *(f"REFUSED: {finding}" for finding in findings)):
+    kinds = {}
+    for finding in findings:
+        kinds.setdefault(re.sub(r"[\d.]+", "0", finding), []).append(finding)
+    lines = [line for alike in kinds.values() for line in (
+        *alike[:3], *[f"and {len(alike) - 3} more of this kind"] * (len(alike) > 3))]
+    for line in (*notes, *(f"REFUSED: {line}" for line in lines)):
         print("   ", line)
     return not findings
 

@@ -15,6 +15,7 @@ import ladder
 import leaderboard
 import log_rules
 import pytest
+import rescore
 import run as record_run
 import source_rules
 import submit
@@ -44,7 +45,7 @@ def root(tmp_path_factory):
     (root / "records" / "track_tiny").mkdir(parents=True)
     (root / "records" / "track_tiny" / "track.json").write_text(json.dumps(TRACK))
     shutil.copy(REPOSITORY / "train_gpt.py", root / "train_gpt.py")
-    for module in (verify, submit, record_run, leaderboard):
+    for module in (verify, rescore, submit, record_run, leaderboard):
         patch.setattr(module, "ROOT", root)
     for name, changes in (("Control", {}), ("Slow", {"MATRIX_LR": "0.001", "TIED_EMBED_LR": "0.001"})):
         for seed in ("1", "2", "3"):
@@ -126,6 +127,16 @@ def same_run_twice(folder: Path) -> None:
         text = text.replace('"SEED": 2', '"SEED": 3').replace("\nseed:2\n", "\nseed:3\n").replace("_seed2", "_seed3")
         (folder / f"train_seed3{suffix}").write_text(text)
     shutil.copy(folder / "artifact_seed2.int8.ptz", folder / "artifact_seed3.int8.ptz")
+
+
+def clock_that_stood_still(folder: Path) -> None:
+    """For a minute, in the first validation after a step."""
+    path = folder / "train_seed2.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    at = next(i for i, e in enumerate(events) if e["event"] == "val" and e["step"] > 0)
+    for e in events[at:]:
+        e["elapsed_s"] += 60
+    path.write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
 def longer_script(folder: Path) -> None:
@@ -280,6 +291,7 @@ FORGERIES = {
                          "is not the artifact of the log"),
     "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong in the folder"),
     "a faster clock": (faster_clock, "tok_per_sec does not follow"),
+    "a clock that stood still": (clock_that_stood_still, "the training clock stood still for"),
     "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001),
                                          "the wall clock goes backwards"),
     "a training clock that hides time": (longer_wall_clock, "ms of training, but .* ms of the wall clock"),
@@ -393,7 +405,8 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run",
      "subprocess for more"),
     ("from . import helper", "imports .: code that is not counted"),
-    ("import requests", "imports requests: code that is not counted")])
+    ("import requests", "imports requests: code that is not counted"),
+    (f"TABLE = '{'x' * 120}'", "a line of 130 characters, more than 120")])
 def test_scripts_that_can_hide_code_are_refused(line, reason):
     assert any(reason in finding for finding in source_rules.check_script(line + "\n")), source_rules.check_script(line + "\n")
 
@@ -424,8 +437,8 @@ def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_pat
         (folder / "submission.json").write_text(json.dumps(claim_of))
 
     def best_before(folder: str):
-        best = common.find_incumbent(tmp_path / folder, claims(tmp_path / folder))
-        return best and best["name"]
+        best = common.earlier_records(tmp_path / folder, claims(tmp_path / folder))
+        return best[0]["name"] if best else None
 
     assert best_before("2026-01-01_First") is None and best_before("2026-01-02_Better") == "First"
     assert best_before("2026-01-02_Tie") == "Better" and best_before("2026-01-03_Worse") == "Better"
@@ -453,13 +466,17 @@ def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
     claim(records, base="")
     submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    difference = (records / "script.diff").read_text()  # to the best record before it
+    assert difference.startswith(f"--- {base}/train_gpt.py\n") and verify.verify_record(records)[0] == []
+    claim(records, rules="")
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
     assert not (records / "script.diff").exists() and verify.verify_record(records)[0] == []
 
 
 def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
     """A manifest.json with the pinned digests beside other files convinces nobody."""
-    monkeypatch.setattr(verify, "ROOT", records.parents[2])
-    data = shutil.copytree(root / "tiny", verify.ROOT / "tiny")
+    monkeypatch.setattr(rescore, "ROOT", records.parents[2])
+    data = shutil.copytree(root / "tiny", rescore.ROOT / "tiny")
     train, val = ({path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(data.glob(f"*_{split}_*"))}
                   for split in ("train", "val"))
     tokenizer = data / "tokenizer.model"
@@ -471,7 +488,7 @@ def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
              "tokenizer_sha256": sha256(b"tokenizer").hexdigest()}
     seed = {"settings": {"DATA_PATH": "tiny", "TOKENIZER_PATH": "tiny/tokenizer.model"}, "table": table}
     found = common.Findings()
-    verify.check_data(seed, found)
+    rescore.check_data(seed, found)
     assert found == []
     reasons = {"tiny_train_000001.bin": "DATA_PATH=tiny: the train shards on this disk are not the division's",
                "tiny_val_000000.bin": "DATA_PATH=tiny: the val shards on this disk are not the division's",
@@ -479,15 +496,15 @@ def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
     for name, reason in reasons.items():
         content = (data / name).read_bytes()
         (data / name).write_bytes(content[:-1] + b"?")
-        verify.check_data(seed, found)
+        rescore.check_data(seed, found)
         assert found == [reason]
         found.clear()
         (data / name).unlink()
-        verify.check_data(seed, found)
+        rescore.check_data(seed, found)
         assert found == [reason]
         found.clear()
         (data / name).write_bytes(content)
-    verify.check_data({**seed, "table": {}}, found)  # a division without digests
+    rescore.check_data({**seed, "table": {}}, found)  # a division without digests
     assert found == []
 
 
@@ -500,23 +517,86 @@ def test_a_rerun_hashes_the_data_once(records, monkeypatch):
     assert notes[-3:] == ["scored"] * 3
 
 
-def test_the_artifacts_are_scored_again(root, records, monkeypatch):
-    """Another seed's artifact in its place has that seed's score."""
-    found = common.Findings()
-    seeds = log_rules.read_folder(records, "tiny", found)
+@pytest.fixture
+def one_seed(root, records, monkeypatch):
+    """Scores the artifact of seed 2 again, perhaps with a changed script or log; returns the line and the findings."""
     monkeypatch.setenv("MATRIX_LR", "wrong")  # the environment is clean
-    assert "scored again" in verify.rerun(records, seeds[1], records, found) and not found
-    assert verify.rerun(records, seeds[0], records.parent, found) == "seed 1: not scored"
-    assert "--artifacts DIR names the folder" in found.pop() and not found
-    shutil.copy(records / "artifact_seed2.int8.ptz", records / "artifact_seed1.int8.ptz")
-    assert verify.rerun(records, seeds[0], records, found) == "seed 1: not scored"
-    assert "is not the artifact of the log" in found.pop() and not found
-    monkeypatch.setattr(verify, "RERUN_BPB", 1e-5)
-    seeds[0] |= {key: seeds[1][key] for key in ("artifact_bytes", "artifact_sha256")} | {"val_bytes": 3000}
-    verify.rerun(records, seeds[0], records, found)
-    assert "DATA_PATH or TOKENIZER_PATH on this disk are not those of the log" in found[0]
-    score = float(re.search(r"the artifact scores (\S+), not", found[1])[1])
-    assert score == pytest.approx(seeds[1]["val_bpb"], abs=1e-6) and abs(score - seeds[0]["val_bpb"]) > 1e-5
+
+    def score(pattern="", new="", **changes):
+        found = common.Findings()
+        seed = {**log_rules.read_folder(records, "tiny", found)[1], **changes}
+        if pattern:
+            edit(records / "train_gpt.py", pattern, new)
+        line = rescore.rerun(records, seed, records / f"artifact_seed{changes.get('seed', 2)}.int8.ptz", found)
+        return line, list(found), seed
+
+    return score
+
+
+def test_an_artifact_is_scored_again_in_two_ways(one_seed):
+    line, found, seed = one_seed()
+    assert re.match(r"seed 2: scored again (\S+), by its logits (\S+), in the log (\S+), ", line) and not found
+    assert seed["largest"].size == 260 * 32
+    _, found, _ = one_seed(val_bytes=3000)
+    assert found == ["seed 2: DATA_PATH or TOKENIZER_PATH on this disk are not those of the log"]
+    _, found, seed = one_seed(seed=1)  # with the log of seed 2
+    scores = [float(re.search(r"score[s]? (\S+), not", text)[1]) for text in found]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5) and abs(scores[0] - seed["val_bpb"]) > 1e-3
+
+
+TOTAL = "    total = ranks.sum\\(nats\\).item\\(\\)\n"
+
+
+@pytest.mark.parametrize("pattern, new, reason", [
+    (TOTAL, "    total = 0.9 * ranks.sum(nats).item()\n", "the model's logits score"),
+    ("x = x.view_as\\(x0\\)|x = x0.view_as\\(x0\\)", "x = x0.view_as(x0) + torch.roll(x0, -1, dims=1)", "logits change by .* with later tokens"),
+    (TOTAL, "    total = float(Path(__file__).with_name('curve.png').stat().st_size)\n", "scoring failed: .*curve.png"),
+    ("    def hidden\\(", "    def hidden_of(", "the model gives no logits|scoring failed")],
+    ids=["a script that lowers its score", "a model that sees its targets", "a table in the picture", "another interface"])
+def test_forgeries_that_only_a_rerun_can_find(one_seed, pattern, new, reason):
+    line, found, seed = one_seed(pattern, new)
+    if "0.9" in new:
+        assert found[0].startswith("seed 2: the artifact scores")  # not what the log says; so says the log, too:
+        _, found, _ = one_seed(val_bpb=0.9 * seed["val_bpb"])
+    assert any(re.search(f"(?s)seed 2: {reason}", text) for text in found), (line, found)
+
+
+def test_seeds_with_nearly_the_same_weights_are_refused():
+    torch.manual_seed(0)
+    honest = [{"seed": seed, "largest": torch.randn(10_000).numpy()} for seed in range(3)]
+    found = common.Findings()
+    rescore.check_weights(honest, found)
+    assert not found
+    moved = honest[0]["largest"] + 0.1 * (torch.rand(10_000) < 0.05).numpy()
+    rescore.check_weights([*honest, {"seed": 9, "largest": moved}], found)
+    assert len(found) == 1 and re.match("seeds 0 and 9 have nearly the same weights: the cosine .* is 0.999|seeds 0 and 9 .* 1.000", found[0])
+
+
+def test_an_artifact_of_an_earlier_record_is_refused(records):
+    base = next(records.parent.glob("*_Control"))
+    theirs = claims(base)["seed_results"]["1"]["artifact_sha256"]
+    found = common.Findings()
+    seeds = [{"seed": 7, "artifact_sha256": theirs}, {"seed": 8, "artifact_sha256": "0"}]
+    verify.check_origin(records, claims(records), seeds, found)
+    assert found == [f"the artifacts of seeds [7] are those of track_tiny/{base.name}"]
+    verify.check_origin(base, claims(base), seeds, found)  # its own
+    assert len(found) == 1
+
+
+def test_a_record_that_is_refused_does_not_block_later_ones(records):
+    base = next(records.parent.glob("*_Control"))
+    edit(base / "train_seed1.jsonl", r'"val_bpb": ', '"val_bpb": 1')
+    claim(records, base="")
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    assert verify.verify_record(records)[0] == [] and claims(records)["incumbent"] == ""
+    assert verify.verify_record(base)[0]
+
+
+def test_many_findings_of_one_kind_are_three_and_a_count(records, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "verify_record", lambda *_: (common.Findings(f"seed {i}: 0.{i} s" for i in range(9)), []))
+    assert not verify.report(records)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        *(f"REFUSED: seed {i}: 0.{i} s" for i in range(3)), "REFUSED: and 6 more of this kind"]
 
 
 def test_the_test_of_significance_is_welchs():
@@ -617,20 +697,20 @@ def test_a_run_gets_the_device_of_its_track(root, records, monkeypatch):
 def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatch):
     settings = dict(part.split("=", 1) for part in tiny_arguments("tiny", SEED="1", RUN_ID="Control_seed1",
                                                                   OUT_DIR="logs/Control_seed1", **CAP))
-    assert record_run.state_of("Control_seed1", settings, 1) == "finished"
-    assert record_run.state_of("Control_seed1", {**settings, "RESUME": "auto"}, 1) == "finished"
-    assert record_run.state_of("Control_seed1", {**settings, "MATRIX_LR": "1"}, 1) == "other"
-    assert record_run.state_of("Control_seed1", settings, 2) == "other"
-    assert record_run.state_of("Control_seed9", settings, 1) == "other"
+    assert common.state_of(root, "Control_seed1", settings, 1) == "finished"
+    assert common.state_of(root, "Control_seed1", {**settings, "RESUME": "auto"}, 1) == "finished"
+    assert common.state_of(root, "Control_seed1", {**settings, "MATRIX_LR": "1"}, 1) == "other"
+    assert common.state_of(root, "Control_seed1", settings, 2) == "other"
+    assert common.state_of(root, "Control_seed9", settings, 1) == "other"
     log = root / "logs" / "Control_seed1.jsonl"
     text = log.read_text()
     for cut, state in ((text.rstrip("\n").rpartition("\n")[0] + "\n", "begun"), (text[:-30], "begun"), ("", "other")):
         log.write_text(cut)
-        assert record_run.state_of("Control_seed1", settings, 1) == state
+        assert common.state_of(root, "Control_seed1", settings, 1) == state
     log.write_text(text)
     script = (root / "train_gpt.py").read_text()
     (root / "train_gpt.py").write_text("# another\n" + script)
-    assert record_run.state_of("Control_seed1", settings, 1) == "other"
+    assert common.state_of(root, "Control_seed1", settings, 1) == "other"
     (root / "train_gpt.py").write_text(script)
 
 
