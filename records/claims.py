@@ -15,6 +15,7 @@ NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
 AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base",
             "hardware", "command", "rules")
+GAP_NATS = 0.3  # honest records of a division differ by up to 0.2; one trained on validation text was 0.5 below
 RULES = "2"  # the version of the rules that new records are checked by; the first had no number
 
 
@@ -111,6 +112,7 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
             incumbent = place
             break
     against = compare_scores(track, seeds, rivals)
+    gaps = {"gap": {"here": loss_gap(seeds), "incumbent": loss_gap(rivals) if incumbent else None}} if authored.get("rules") else {}
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
                 "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed")
@@ -118,7 +120,7 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
     return {
-        **claims, "val_bpb_original": None if None in originals else statistics.mean(originals),
+        **claims, **gaps, "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
@@ -128,6 +130,17 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
         "incumbent": incumbent, "against_incumbent": against,
         "is_best": not incumbent or (against is not None and against["p"] < track.get("p", 0.01)),
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+
+
+def loss_gap(seeds: list[dict]) -> float:
+    """Return by how many nats the validation loss before export is above the training loss of the last tenth of the logged
+    steps, as a mean over the seeds."""
+    gaps = []
+    for seed in seeds:
+        if losses := seed["losses"][-max(1, len(seed["losses"]) // 10):]:  # none, if resumed at the last step
+            nats = seed["val_bpb_before_export"] * math.log(2) * seed["val_bytes"] / seed["val_tokens"]
+            gaps.append(nats - statistics.mean(losses))
+    return statistics.mean(gaps) if gaps else 0.0
 
 
 def changes(base: list[dict], seed: dict) -> dict[str, list]:
@@ -201,6 +214,13 @@ def render(claims: dict) -> str:
     lines += ["## The best before it", claims["incumbent"] or "None."]
     lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []
     lines += ["", "This is a new best." if claims["is_best"] else "This is not a new best."]
+    if gap := claims.get("gap"):
+        other = gap["incumbent"]
+        lines += [f"The validation loss is {gap['here']:+.2f} nats from the training loss"
+                  + (f"; there, {other:+.2f}." if other is not None else ".")]
+        if other is not None and gap["here"] < other - GAP_NATS:
+            lines += ["**Warning: a validation loss this near to the training loss, or below it, can be that of a model which has "
+                      "seen the validation text. Read the script.**"]
     lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
     is_repeated = claims["base"] == claims["incumbent"]
     lines += [describe_test(claims["significance"]), ""] if claims["significance"] and not is_repeated else [""]

@@ -872,6 +872,19 @@ def test_a_record_says_which_rules_it_was_checked_by(records):
     assert f"\nChecked by version {record_claims.RULES} of the rules.\n" in (records / "README.md").read_text()
 
 
+def test_a_reader_is_warned_of_a_validation_loss_that_is_too_near_to_the_training_loss(records):
+    gap = claims(records)["gap"]
+    last = [json.loads(line) for line in (records / "train_seed2.jsonl").read_text().splitlines()]
+    losses = {kind: next(e[f"{kind}_loss"] for e in reversed(last) if e["event"] == kind) for kind in ("train", "val")}
+    assert gap["here"] == pytest.approx(losses["val"] - losses["train"], abs=0.3) and gap["incumbent"] is not None
+    assert f"The validation loss is {gap['here']:+.2f} nats from the training loss; there, " in (records / "README.md").read_text()
+    submission = claims(records)
+    for here, warns in ((0.33, False), (-0.26, True)):
+        text = record_claims.render({**submission, "gap": {"here": here, "incumbent": 0.34}})
+        assert ("**Warning: a validation loss this near" in text) is warns
+    assert "training loss" not in record_claims.render({**submission, "gap": None})
+
+
 def test_the_best_record_of_each_division_can_be_scored_again():
     best = {}
     for path in (REPOSITORY / "records").glob("track_*/*/submission.json"):
