@@ -115,7 +115,8 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     gaps = {"gap": {"here": loss_gap(seeds), "incumbent": loss_gap(rivals) if incumbent else None}} if authored.get("rules") else {}
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
-                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed")
+                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed",
+                "rates")
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
@@ -124,7 +125,7 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
         "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
-        "seed_results": {str(seed["seed"]): {key: seed[key] for key in per_seed} for seed in seeds},
+        "seed_results": {str(seed["seed"]): {key: seed[key] for key in per_seed if key in seed} for seed in seeds},
         "settings": first["overrides"], "changes": changes(base, first),
         "significance": compare_scores(track, seeds, base),
         "incumbent": incumbent, "against_incumbent": against,
@@ -210,6 +211,9 @@ def render(claims: dict) -> str:
                      "total, s | artifact, bytes | with code |", rows)]
     resumed = [str(seed) for seed, r in results.items() if r["resumed"]]
     lines += ["", f"Resumed: {', '.join(resumed)}."] if resumed else []
+    rows = [[seed, *r["rates"].values()] for seed, r in results.items() if r.get("rates")]
+    lines += ["", "The machine, measured just before each seed:", "", *table(
+        "| seed | bfloat16, TFLOP/s | float32, TFLOP/s | copy, GB/s |", rows)] if rows else []
     lines += ["", "![curves of the seeds](curve.png)", ""]
     lines += ["## The best before it", claims["incumbent"] or "None."]
     lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []

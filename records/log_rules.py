@@ -8,7 +8,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 
-from common import Findings, is_close, load_track
+from common import Findings, is_close, load_json, load_track
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 from source_rules import check_script
 
@@ -24,6 +24,7 @@ BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 may improve the loss b
 # Lines of a text log with numbers that the .jsonl has, too
 COMPARED_LINES = ("val_loader:", "world_size:", "seed:", "config:", "step:", "Code size:",
                   "Serialized model int8+zlib:", "final_")
+RATES = ["bfloat16_tflops", "float32_tflops", "copy_gb_per_s"]  # of the machine, in this order
 MUST_MATCH_AFTER_RESUMING = ("world_size", "threads", "torch", "gpu", "data_sha256")
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
                             "data_sha256")
@@ -231,6 +232,10 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
     findings.check(logs, "there is no train_seedN.log")
     seeds = [read_seed(folder, path, source, findings) for path in logs]
     seeds = [seed for seed in seeds if seed]
+    for seed in seeds:
+        rates = folder / f"rates_seed{seed['seed']}.json"
+        if rates.is_file():
+            seed["rates"] = read_rates(rates, findings)
     scored = load_track(folder).get("divisions", {}).get(division, {}).get("scored", {})
     for seed in seeds:
         seed["table"] = find_table(scored, seed)
@@ -238,6 +243,18 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
         seed["val_bpb_original"] = seed["val_bpb"] / ratio if ratio else None
     check_differences(seeds, findings)
     return seeds
+
+
+def read_rates(path: Path, findings: Findings) -> dict[str, float]:
+    """Return the rates of the machine that rates.py measured."""
+    try:
+        rates = load_json(path)
+    except (OSError, ValueError) as error:
+        findings.append(f"{path.name} cannot be read: {error}")
+        return {}
+    is_right = isinstance(rates, dict) and list(rates) == RATES and all(isinstance(rate, float) for rate in rates.values())
+    findings.check(is_right, f"{path.name} must have the numbers {', '.join(RATES)}")
+    return rates if is_right else {}
 
 
 def check_differences(seeds: list[dict], findings: Findings) -> None:

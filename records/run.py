@@ -78,6 +78,17 @@ def check_plan(options, settings: dict[str, str], seeds: list[str]) -> None:
         raise ValueError("; ".join(problems))
 
 
+def measure_machine(run_id: str, settings: dict[str, str], environment: dict[str, str]) -> None:
+    """Write the machine's rates of this moment to logs/RUN_ID.rates.json."""
+    config, _ = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+    command = [sys.executable, str(ROOT / "records" / "rates.py"), config.device, str(config.model_dim)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        (ROOT / "logs").mkdir(exist_ok=True)
+        (ROOT / "logs" / f"{run_id}.rates.json").write_text(result.stdout, encoding="utf-8")
+        print(f"{run_id}: this machine now: {result.stdout.strip()}", flush=True)
+
+
 def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
     """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
     environment = dict(os.environ)
@@ -96,6 +107,7 @@ def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
         if state == "begun" and "CHECKPOINT_EVERY" in settings:
             given.setdefault("RESUME", "auto")
         arguments = [f"{name}={text}" for name, text in given.items()]
+        measure_machine(run_id, given, environment)
         status = run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment)
         if status:
             was_signal = status > 128 or status < 0

@@ -67,6 +67,9 @@ def copy_run(folder: Path, run_id: str) -> None:
             for older in older_logs(source):
                 part = older.name.removeprefix(run_id).removesuffix(source.suffix)
                 shutil.copy(older, folder / (name + part + ending))
+    rates = ROOT / "logs" / f"{run_id}.rates.json"
+    if rates.is_file():
+        shutil.copy(rates, folder / f"rates_seed{config['SEED']}.json")
     script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]
     (folder / "train_gpt.py").write_text(script, encoding="utf-8")
     artifact = ROOT / config["OUT_DIR"] / "final_model.int8.ptz"

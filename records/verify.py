@@ -25,7 +25,7 @@ from log_rules import read_folder
 from rescore import check_data, check_weights, rerun
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz")
+SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz|rates_seed-?\d+\.json")
 OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
 UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 

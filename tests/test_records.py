@@ -867,6 +867,31 @@ def test_a_superseded_record_keeps_its_digests_only(records):
     assert "is not the artifact of the log" in verify.verify_record(records)[0][0]
 
 
+def test_the_machines_rates_stand_in_the_record(records):
+    for seed, rate in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        (records / f"rates_seed{seed}.json").write_text(json.dumps(
+            {"bfloat16_tflops": rate, "float32_tflops": 0.17, "copy_gb_per_s": 33.3}))
+    assert "seed_results: 1: rates" in verify.verify_record(records)[0][0]  # not in submission.json yet
+    submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
+    assert verify.verify_record(records)[0] == []
+    assert "| 2 | 0.25 | 0.17 | 33.3 |" in (records / "README.md").read_text()
+    (records / "rates_seed1.json").write_text('{"bfloat16_tflops": "fast"}')
+    assert "rates_seed1.json must have the numbers bfloat16_tflops" in verify.verify_record(records)[0][0]
+
+
+def test_the_machine_is_measured_before_a_seed(root, monkeypatch, capsys):
+    monkeypatch.setattr(record_run, "ROOT", REPOSITORY)
+    rates = REPOSITORY / "logs" / "test_of_rates.rates.json"
+    try:
+        record_run.measure_machine("test_of_rates", {"MODEL_DIM": "64", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "DEVICE": "cpu"},
+                                   dict(record_run.os.environ))
+        measured = json.loads(rates.read_text())
+    finally:
+        rates.unlink(missing_ok=True)
+    assert list(measured) == log_rules.RATES and all(rate > 0 for rate in measured.values())
+    assert "test_of_rates: this machine now: {" in capsys.readouterr().out
+
+
 def test_a_record_says_which_rules_it_was_checked_by(records):
     assert claims(records)["rules"] == record_claims.RULES
     assert f"\nChecked by version {record_claims.RULES} of the rules.\n" in (records / "README.md").read_text()
