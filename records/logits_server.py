@@ -24,11 +24,13 @@ def main() -> None:
     model.float().eval()
     largest = max(model.parameters(), key=torch.numel)
     np.save("largest.npy", largest.numpy())
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    model.to(device)
     while shape := sys.stdin.buffer.read(16):
         rows, length = np.frombuffer(shape, np.int64).tolist()
         tokens = np.frombuffer(sys.stdin.buffer.read(8 * rows * length), np.int64).copy()
-        logits = model.logits(model.hidden(torch.from_numpy(tokens).view(rows, length)))
-        answers.write(logits.float().contiguous().numpy())
+        logits = model.logits(model.hidden(torch.from_numpy(tokens).view(rows, length).to(device)))
+        answers.write(logits.float().cpu().contiguous().numpy())
         answers.flush()
 
 

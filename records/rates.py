@@ -1,6 +1,6 @@
 """Measure the machine for about a second, and print its rates as JSON.
 
-    python records/rates.py cpu 192         products of width 192; auto: on a GPU, if there is one
+    python records/rates.py cpu 192         matrix products of width 192; auto instead of cpu: on a GPU, if there is one
 
 run.py does this before each seed, with the threads of the run, so that records of different machines can be compared.
 """

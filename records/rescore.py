@@ -1,6 +1,7 @@
 """Score the artifacts of a record again: as its script does, and by the logits of its model, whose loss is computed here.
 
-Both run in a new folder that has nothing but the script, one artifact, the validation shards and the tokenizer, all hashed.
+Both run in a new folder with the script, logits_server.py, one artifact, the validation shards, their manifest and the
+tokenizer. check_data hashes the shards and the tokenizer that track.json pins.
 """
 
 import math

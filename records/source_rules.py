@@ -1,7 +1,7 @@
 """What the script of a record may not do: be long, import more than the allowed packages, or hide code.
 
 A script is one readable file whose text shows its behaviour. These lists catch mistakes and simple tricks; they are not a
-sandbox. A person reads script.diff before a record is accepted.
+sandbox. A person reads script.diff before a record is merged.
 """
 
 import ast

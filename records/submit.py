@@ -4,10 +4,11 @@
     python records/submit.py --again records/track_open/2026-01-31_Wider
 
 A RUN_ID is the name of a run in logs/; the runs differ only in SEED. The folder records/TRACK/DATE_NAME/
-receives README.md, submission.json, train_gpt.py as it ran, script.diff if it differs from the base's,
-train_seedN.log and .jsonl, curve.png, and artifacts under 2 MB.
+receives README.md, submission.json, train_gpt.py as it ran, script.diff if it differs from that of the base (or else of
+the best record before it), train_seedN.log and .jsonl, rates_seedN.json if run.py measured them, curve.png, and
+artifacts under 2 MB.
 
-To change the blurb, the base or your name, edit them in submission.json and run --again, which writes the other
+To change blurb, base or author, edit them in submission.json and run --again, which writes the other
 texts again. What you write in README.md below the line "## Notes" is kept.
 """
 

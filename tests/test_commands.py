@@ -268,8 +268,8 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
     second = script("run.py", *given, "--name", "Second", "--blurb", "Slower.", "--base", f"track_tiny/{base.name}",
                     "MATRIX_LR=0.0001")
     assert "a new best: no" in second and f"against track_tiny/{base.name}" in second
-    again = script("run.py", *given, "--name", "Third", "--blurb", "As the first.", *settings)
-    assert "Third_seed1" in again and "has already finished" not in again
+    again = script("run.py", *given, "--seeds", "3,4", "--name", "Third", "--blurb", "As the first.", *settings)
+    assert "Third_seed3" in again and "this machine now: {" in again and "has already finished" not in again
     checked = script("verify.py", "--rerun")
     assert checked.count(": accepted") == 3 and checked.count("scored again") == 6
     script("leaderboard.py")

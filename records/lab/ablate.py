@@ -1,7 +1,8 @@
 """Train variations of one setting with several seeds, and print what each is worth.
 
     python records/lab/ablate.py control 'slope MLP_SLOPE=0.5' 'wide MLP_MULT=3' --base records/presets/cpu_1mb.env \\
-        --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_sp2048 ...
+        --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_sp2048 \\
+        TOKENIZER_PATH=data/datasets/sotu_sp2048/tokenizer.model
 
 A variation is a name and its settings; the first one is what the others are compared with. All run for the same
 ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variation costs in time. With --seconds N, all run
@@ -35,7 +36,8 @@ SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and re
 
 
 def train(name: str, seed: str, settings: dict[str, str], seconds: float, threads: int) -> list[dict]:
-    """Train a variation, for ITERATIONS or `seconds` if that is not 0, unless that has been done. Returns the events of its log. Exits if the run fails."""
+    """Train a variation, for ITERATIONS or `seconds` if that is not 0, unless that has been done. Returns the events of its
+    log. Exits if the run fails."""
     run_id = f"ablate_{name}_{seed}"
     given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
              "MAX_WALLCLOCK_SECONDS": str(seconds)}
@@ -101,7 +103,8 @@ def main() -> None:
         last = {event["event"]: event for event in events}
         novelty = loss_by_novelty(f"ablate_{name}_{seed}", events[0]["overrides"])
         results.setdefault(name, []).append((
-            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty, last["val"]["step"]))
+            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty,
+            last["val"]["step"]))
     rows = []
     first = statistics.mean(numbers[0] for numbers in next(iter(results.values())))
     for name, numbers in results.items():

@@ -1,4 +1,4 @@
-"""Measure how long a step waits for its tokens at the end of a shard of 100M tokens; print the table in records/lab/speed.md.
+"""Measure how long a step waits for its tokens at the end of a shard of 100M tokens; print the table in speed.md.
 
     python records/lab/bench_shard_end.py [--repeat 5]
 

@@ -4,9 +4,9 @@
 
 Tried are one process, torchrun, mpirun of Open MPI and of MPICH, Slurm's srun (a Slurm is started for the test), and
 torchrun on two hosts, which are network namespaces. Two more runs kill and restart one host, and slow the link. The jobs
-logs/slurm.sh and logs/pbs.sh are told to stop after a checkpoint, and must go on by themselves; PBS's qsub is a stand-in. The
-losses are compared with the reference run's (GOLDEN_PATH) or, without its data, with one process. The status is 1 if a
-launch fails or differs. Slurm and the two hosts need root and Debian's packages:
+logs/slurm.sh and logs/pbs.sh are told to stop after a checkpoint, and must go on by themselves; PBS's qsub is a
+stand-in. The losses are compared with the reference run's (GOLDEN_PATH) or, without its data, with one process. The
+status is 1 if a launch fails or differs. Slurm and the two hosts need root and Debian's packages:
 
     apt-get install openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
 """
@@ -151,8 +151,12 @@ def as_a_pbs_job(folder: Path, words: list[str], environment: dict[str, str]) ->
     (folder / "train_gpt.py").symlink_to(TRAINER[1])
     (folder / "logs").mkdir()
     (folder / "logs" / "pbs.sh").symlink_to(REPOSITORY / "logs" / "pbs.sh")
-    programs = {"mpiexec": 'exec mpiexec.mpich -n 2 "$@"',
-                "qsub": 'echo "qsub $*" >> qsub.txt; IFS=, read -ra words <<< "$2"; export "${words[@]}" STOP_AFTER=900s; exec bash "$3"'}
+    qsub = """echo "qsub $*" >> qsub.txt
+IFS=, read -ra words <<< "$2"
+export "${words[@]}" STOP_AFTER=900s
+exec bash "$3"
+"""
+    programs = {"mpiexec": 'exec mpiexec.mpich -n 2 "$@"', "qsub": qsub}
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 records/lab/scaling.py --count           measure the bytes of a step
 
 The times are calculated, not measured: bytes over the peak rate of the link, for ring algorithms, without latency
-and without overlap, compared with the calculated time of forward and backward (records/lab/compile_for_gpu.json). --count runs one
+and without overlap, compared with the calculated time of forward and backward (compile_for_gpu.json). --count runs one
 step of the default model with rows of 64 tokens under PyTorch's profiler, on CPUs with gloo.
 """
 

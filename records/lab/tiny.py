@@ -1,4 +1,4 @@
-"""Tiny shards, settings and runs, and the place of the reference run's data: what the tests and some scripts here share."""
+"""Tiny shards, settings and runs, and where the reference run's data are. Shared by the tests and some scripts here."""
 
 import json
 import math
