@@ -439,8 +439,7 @@ class TokenLoader:
         texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
         ids = torch.from_numpy(pairs.astype(np.int64))
-        if self.ranks.device.type == "cuda":
-            ids = ids.pin_memory()  # so that the copy does not wait for the device
+        ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
         ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size
@@ -774,8 +773,7 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JOR
     margin = 1.0 if table is JORDAN else 1.02  # steeper steps diverge a little above 1
     x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     is_tall = x.size(1) > x.size(2)
-    if is_tall:
-        x = x.mT
+    x = x.mT if is_tall else x
     for i in range(steps):
         a, b, c = table[min(i, len(table) - 1)]
         x = x.to(compute)
@@ -818,7 +816,8 @@ class Muon(torch.optim.Optimizer):
             if self.ranks.world_size > 1:
                 part = updates.contiguous()
                 updates = part.new_empty(share * self.ranks.world_size, *shape)
-                dist.all_gather(list(updates.split(share)), part)
+                gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
+                gather(updates, part)
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
@@ -841,9 +840,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
                 "vector, add it to CONTROL_TENSOR_NAME_PATTERNS")
         groups[kinds[name]]["params"].append(p)
     muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
-    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
-                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                             fused=config.fused or None)
+    adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
+                             betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float, float]:
@@ -996,11 +994,10 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
-        scale = artifact["scales"][name]
+        scale = artifact["scales"][name].float()
         rows = quantized.shape[:1] if quantized.ndim == 2 else ()
         require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
                 and scale.shape == rows, f"{name} or its scale has another shape or type")
-        scale = scale.float()
         require(scale.isfinite().all() and (scale > 0).all(), f"a scale of {name} is not positive")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
@@ -1054,15 +1051,16 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 @torch.no_grad()
-def calibrate(model: GPT, batches: Iterable, ranks: Ranks) -> dict[str, Tensor]:
-    """The sum of x x^T over each layer's inputs x: (columns, columns), by its weight's name."""
+def calibrate(model: GPT, steps: Iterable[list], ranks: Ranks) -> dict[str, Tensor]:
+    """The sum of x x^T over each layer's inputs x in `steps`: (columns, columns), by weight."""
     layers = {f"{name}.weight": module for name, module in model.named_modules()
               if isinstance(module, nn.Linear | nn.Embedding)}
     for layer in layers.values():
         layer.gram = 0.0
     with torch.compiler.set_stance("force_eager"):
-        for x, y in batches:
-            model(x, y)
+        for batches in steps:
+            for x, y in batches:
+                model(x, y)
     grams = {name: ranks.sum(layer.gram).cpu() for name, layer in layers.items()
              if isinstance(layer.gram, Tensor)}  # an untied table has none
     model.apply(lambda module: setattr(module, "gram", None))
@@ -1273,13 +1271,13 @@ def is_due(step: int, every: int) -> bool:
 def train(run: Run) -> None:
     """Warm up; train until ITERATIONS, the wall-clock cap or a signal."""
     config, log, ranks, loader = run.config, run.log, run.ranks, run.loader
-    grams = {}
+    grams, batches = {}, []
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scores
     # Warm-up: steps that are not timed, and undone. A calibration that would fail fails now.
     if loader:
         before = saved(state_of(run))
         if config.gptq_batches:
-            calibrate(run.model, loader.batches(0)[:1], ranks)
+            calibrate(run.model, [loader.batches(0)[:1]], ranks)
         for step in range(1, config.warmup_steps + 1):
             train_step(run, loader.batches(0)[:1])
             log.line(f"warmup_step:{step}/{config.warmup_steps}")
@@ -1309,9 +1307,8 @@ def train(run: Run) -> None:
                 run.unsaved = None
             run.zero_ms += ranks.now_ms() - start_ms
         if done and config.gptq_batches and loader:  # on the clock: it reads training text
-            batches = (batch for i in range(config.gptq_batches)
-                       for batch in loader.batches(step + i))
-            grams = calibrate(run.model, batches, ranks)
+            steps = range(step, step + config.gptq_batches)
+            grams = calibrate(run.model, map(loader.batches, steps), ranks)
             run.time_ms = ranks.now_ms() - run.zero_ms
 
         # Validation, off the clock. With SIZE_CAP, each also tells whether the model would fit.
@@ -1337,8 +1334,9 @@ def train(run: Run) -> None:
             continue  # to the checkpoint above
 
         # One step. Now and then the ranks agree on time, signals and faults.
-        loss, norm = train_step(run, loader.batches(step))
+        loss, norm = train_step(run, batches or loader.batches(step))
         run.step = step = step + 1
+        batches = loader.batches(step)  # while the device works
         run.time_ms += run.pace_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
@@ -1352,9 +1350,9 @@ def train(run: Run) -> None:
                 bad = step - int(steps_ago)
                 token = loader.start(bad * loader.pieces)
                 log.event("nonfinite", step=bad + 1, token=token)
-                raise FloatingPointError(f"the loss or gradient of step:{bad + 1} is not finite, "
-                                         f"at training token {token}; lower the rates or set "
-                                         "GRAD_CLIP_NORM=1")
+                raise FloatingPointError(
+                    f"the loss or gradient of step:{bad + 1} is not finite, at training token "
+                    f"{token}; lower the rates or set GRAD_CLIP_NORM=1")
         if is_logged or run.time_ms >= run.cap_ms:
             average = run.time_ms / step
             tokens = (step - run.logged[0]) * config.train_batch_tokens
@@ -1417,6 +1415,8 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
                 f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
     tokens = round(config.train_batch_tokens / least) * least
+    if tokens != config.train_batch_tokens and ranks.rank == 0:
+        print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
     limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row

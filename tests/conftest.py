@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers side by side: more threads than cores are many times slower
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records", "records/lab"))]
 
@@ -23,6 +28,12 @@ if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; ./run.sh test leaves it out, CI runs it")
     config.addinivalue_line("markers", "gpu: needs CUDA; ./run.sh test -m gpu runs it")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
+def pytest_xdist_auto_num_workers(config):
+    """How many tests run at a time: one for each core, up to four; on a GPU, one after the other."""
+    return 0 if config.option.markexpr == "gpu" else min(4, os.cpu_count() or 1)
 
 
 GPU_TABLE: list[str] = []  # the lines that test_gpu.py leaves for the end

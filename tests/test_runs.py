@@ -150,7 +150,21 @@ def test_three_ranks_round_the_batch_and_stop_together_at_the_cap(finished, tmp_
     assert result.returncode == 0, result.stderr
     assert "world_size:3 grad_accum_steps:3" in result.stdout
     assert "train_batch_tokens:1152 " in result.stdout  # 36 rows: 32 do not divide into 9 equal spans
+    assert result.stderr.count("warning: TRAIN_BATCH_TOKENS=1152, a multiple of 288") == 1
     assert "stopping_early: wallclock_cap" in result.stdout and "roundtrip_exact" in result.stdout
+
+
+def test_the_next_batch_is_read_before_the_ranks_agree(finished, tmp_path, monkeypatch):
+    """So that the host reads while the device works."""
+    _, data, _ = finished
+    order = []
+    for owner, name in ((train_gpt.TokenLoader, "batches"), (train_gpt.Run, "agree")):
+        def noted(self, *arguments, plain=getattr(owner, name), name=name):
+            order.append((name, *arguments[:1]) if name == "batches" else name)
+            return plain(self, *arguments)
+        monkeypatch.setattr(owner, name, noted)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="order", ITERATIONS=3, VAL_LOSS_EVERY=0, WARMUP_STEPS=0))
+    assert order[1:] == [("batches", 0), ("batches", 1), "agree", ("batches", 2), "agree", ("batches", 3), "agree"]
 
 
 def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatch):
