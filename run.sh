@@ -49,7 +49,7 @@ install() {  # a requirements file, once for each content of it
 if [ "${1:-}" = test ]; then
   install requirements-dev.txt
   shift
-  exec .venv/bin/python -m pytest -q -rs tests -n auto --dist loadfile -m "not slow and not gpu" "$@"  # the last -m counts
+  exec .venv/bin/python -m pytest -q -rs tests -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@"  # the last -m counts
 fi
 
 install requirements.txt

@@ -994,10 +994,11 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
-        scale = artifact["scales"][name].float()
+        scale = artifact["scales"][name]
         rows = quantized.shape[:1] if quantized.ndim == 2 else ()
         require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
                 and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = scale.float()
         require(scale.isfinite().all() and (scale > 0).all(), f"a scale of {name} is not positive")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state

@@ -36,6 +36,12 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if config.option.markexpr == "gpu" else min(4, os.cpu_count() or 1)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Side by side, files with slow tests come first, so that no process is left with a long one at the end."""
+    if config.getoption("dist", "no") != "no":
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 GPU_TABLE: list[str] = []  # the lines that test_gpu.py leaves for the end
 
 

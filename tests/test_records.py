@@ -553,11 +553,9 @@ TOTAL = "    total = ranks.sum\\(nats\\).item\\(\\)\n"
     (TOTAL, "    total = float(Path(__file__).with_name('curve.png').stat().st_size)\n", "scoring failed: .*curve.png"),
     ("    def hidden\\(", "    def hidden_of(", "the model gives no logits|scoring failed")],
     ids=["a script that lowers its score", "a model that sees its targets", "a table in the picture", "another interface"])
-def test_forgeries_that_only_a_rerun_can_find(one_seed, pattern, new, reason):
-    line, found, seed = one_seed(pattern, new)
-    if "0.9" in new:
-        assert found[0].startswith("seed 2: the artifact scores")  # not what the log says; so says the log, too:
-        _, found, _ = one_seed(val_bpb=0.9 * seed["val_bpb"])
+def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, reason):
+    claimed = 0.9 * claims(records)["seed_results"]["2"]["val_bpb"]
+    line, found, _ = one_seed(pattern, new, **({"val_bpb": claimed} if "0.9" in new else {}))
     assert any(re.search(f"(?s)seed 2: {reason}", text) for text in found), (line, found)
 
 
