@@ -367,8 +367,8 @@ class RunLog:
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; to make a small set: "
-            "python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024")
+    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; a small set: python "
+            f"data/prepare.py sotu --tokenizer sp{config.vocab_size} --out data/datasets/sotu")
     sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
     require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
     return files

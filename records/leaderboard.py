@@ -4,6 +4,7 @@
     python records/leaderboard.py --check    exit with 1 if it is not what the record folders give
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -50,12 +51,15 @@ def leaderboard(records: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether the tables are up to date")
+    options = parser.parse_args()
     readme = ROOT / "records" / "README.md"
     text = readme.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     wanted = f"{before}{BEGIN}\n{leaderboard(readme.parent)}\n{END}{after}"
-    if "--check" not in sys.argv[1:]:
+    if not options.check:
         readme.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         sys.exit("records/README.md is stale: python records/leaderboard.py rewrites it")

@@ -113,3 +113,17 @@ def test_two_commits_are_compared_and_phases_are_timed():
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
     assert list(times_ms) == ["load", "forward", "backward", "optimizer"]
     assert 0 < float(times_ms["forward"]) < 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, rows", [
+    ("world8", ["forward, backward, exchange", "norm", "rest", "AdamW", "Muon", "a step, without marks"]),
+    ("profile", ["attention", "matrix products", "compiled elementwise", "copies", "optimizer", "others", "a step"])])
+def test_a_probe_of_a_tiny_model(mode, rows):
+    done = subprocess.run([sys.executable, REPOSITORY / "records" / "lab" / "probe.py", mode, "--steps", "2", "COMPILE=0"],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    cells = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].removeprefix("| ") for row in cells] == rows
+    ms = [float(row[1]) for row in cells]
+    assert 0.5 * ms[-1] < sum(ms[:-1]) < 2 * ms[-1]  # the parts are those of a step

@@ -161,7 +161,9 @@ def test_ablations_are_trained_once_and_compared(checkout):
     steps = int(timed.stdout.splitlines()[-1].split("|")[8].replace(",", ""))
     assert timed.returncode == 0 and 2 < steps < 100_000, timed.stderr
     for variations, message in ((["x MLP_SLOPE"], "'MLP_SLOPE' is not VARIABLE=value"),
-                                (["x", "y MLP_SLOPE=0.5", "x MLP_SLOPE=0.3"], "two variations are called x; give each")):
+                                (["x", "y MLP_SLOPE=0.5", "x MLP_SLOPE=0.3"], "two variations are called x; give each"),
+                                (["x", "MLP_SLOPE=0.5"], "MLP_SLOPE=0.5 is a setting; before it"),
+                                (["x", "y MLP_SLOP=0.5"], "MLP_SLOP='0.5' (argument) is not a variable")):
         wrong = subprocess.run([*command[:2], *variations], cwd=checkout, env=clean, capture_output=True, text=True, check=False)
         assert wrong.returncode and f"ablate.py: {message}" in wrong.stderr
 

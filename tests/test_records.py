@@ -11,6 +11,7 @@ from pathlib import Path
 
 import claims as record_claims
 import common
+import forgeries
 import ladder
 import leaderboard
 import log_rules
@@ -620,6 +621,10 @@ def test_the_leaderboard_says_when_it_is_stale(root, tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--check"])
     with pytest.raises(SystemExit, match="stale"):
         leaderboard.main()
+    monkeypatch.setattr(sys, "argv", ["leaderboard.py", "--help"])
+    with pytest.raises(SystemExit):
+        leaderboard.main()
+    assert "old\n" in (tmp_path / "records" / "README.md").read_text()
     monkeypatch.setattr(sys, "argv", ["leaderboard.py"])
     leaderboard.main()
     text = (tmp_path / "records" / "README.md").read_text()
@@ -926,3 +931,13 @@ def test_all_committed_records_are_as_they_say():
         is_ladder = folder.parent.name == "track_speedup_ladder"
         found, _ = verify.verify_ladder(folder) if is_ladder else verify.verify_record(folder)
         assert not found, (folder, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, reason", [
+    ("better scores in all logs", "accepted"),  # found by --rerun, which takes minutes
+    ("a clock that stands still in validations", "the training clock stood still for 307"),
+    ("an earlier record's artifact", "the artifacts of seeds .1337. are those of")])
+def test_a_committed_record_is_forged(name, reason, monkeypatch):
+    monkeypatch.setitem(forgeries.FORGERIES, name, (forgeries.FORGERIES[name][0], 0))
+    assert re.search(reason, forgeries.forge(forgeries.BEST, name)[1])

@@ -86,8 +86,12 @@ def main() -> None:
         names = [words.split()[0] for words in options.variations]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
+        if settings := [name for name in names if "=" in name]:
+            raise ValueError(f"{settings[0]} is a setting; before it, in the same quotes, goes a name: 'NAME {settings[0]}'")
         trials = [(name, seed, {**common, **pairs_of(words)}) for name, *words in map(str.split, options.variations)
                   for seed in options.seeds.split(",")]
+        for _, seed, settings in trials:  # mistakes are found before the first run
+            train_gpt.load_config([f"{key}={value}" for key, value in {**settings, "SEED": seed}.items()], {})
     except (OSError, ValueError) as error:
         sys.exit(f"ablate.py: {error}")
     threads = max(1, (os.cpu_count() or 1) // options.jobs)

@@ -5,7 +5,7 @@
 
 A forger changes logs, script, artifacts and claims together, so that they agree with each other; then records/submit.py
 writes the rest, as for an honest record. The table shows what records/verify.py finds without and with --rerun. To save
-time, only the seeds that a forgery needs are scored again: about a minute and a half each, a quarter of an hour in all.
+time, only the seeds that a forgery needs are scored again: about a minute and a half each, 20 minutes in all.
 The record's data must be on this disk. One forgery trains on the validation text for some minutes.
 """
 
