@@ -9,6 +9,9 @@ cd "$(dirname "$0")"
 
 python=${PYTHON:-python3}
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
+# What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
+cpu=$( (grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.venv/compiled/$cpu}
 
 has_pytorch() {  # 2.6 or newer, and able to use the GPUs if there are some
   "$python" -c '
