@@ -42,7 +42,7 @@ FLAGS = ("", "TORCHINDUCTOR_ENABLE_PDL=1", "TORCHINDUCTOR_COORDINATE_DESCENT_TUN
 FAMILIES = {  # of kernels on a GPU, of operators on a CPU: the first pattern that a name contains
     "attention": r"flash|fmha|cudnn.*sdpa|sdpa|scaled_dot_product|attention",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|aten::(add|b)?mm|aten::(add|badd)?bmm|mkldnn.*linear",
-    "compiled elementwise": r"^triton_|^graph_|cpp_fused",
+    "compiled elementwise": r"^triton_|^graph_|cpp_fused|CompiledFxGraph",
     "copies": r"memcpy|memset|copy|aten::(cat|stack|fill_|zero_)",
     "optimizer": r"multi_tensor|fused_adam|foreach",
     "others": ""}
