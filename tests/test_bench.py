@@ -77,15 +77,17 @@ def test_without_a_gpu_the_cpu_configurations_are_measured(monkeypatch, capsys):
     monkeypatch.setattr(bench, "compare", lambda name, options, folder: names.append((name, options.settings)))
     monkeypatch.setattr(sys, "argv", ["bench.py", "--against", "8d04a07", "COMPILE=1"])
     bench.main()
-    assert names == [(name, ["COMPILE=1"]) for name in ("cpu-small", "cpu-track", "cpu-default-shape")]
+    assert names == [(name, ["COMPILE=1"]) for name in ("cpu-small", "cpu-track", "cpu-preset", "cpu-default-shape")]
     assert "COMPILE=1" in capsys.readouterr().out
 
 
-def test_the_cpu_tracks_configuration_has_the_shape_of_its_control_record():
+def test_the_cpu_tracks_configurations_have_the_shapes_of_its_control_and_of_its_preset():
     folder = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-22_Control"
     settings = json.loads((folder / "submission.json").read_text())["settings"]
     shape = dict(pair.split("=") for pair in bench.CONFIGURATIONS["cpu-track"][0].split())
     assert len(shape) == 6 and all(str(settings[name]) == value for name, value in shape.items())
+    preset = (REPOSITORY / "records" / "presets" / "cpu_1mb.env").read_text().splitlines()
+    assert set(bench.CONFIGURATIONS["cpu-preset"][0].split()) <= set(preset)
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
