@@ -1053,7 +1053,7 @@ def saved(value) -> bytes:
 
 @torch.no_grad()
 def calibrate(model: GPT, steps: Iterable[list], ranks: Ranks) -> dict[str, Tensor]:
-    """The sum of x x^T over each layer's inputs x in `steps`: (columns, columns), by weight."""
+    """x x^T (columns, columns), summed over a layer's inputs in the steps' batches, by weight."""
     layers = {f"{name}.weight": module for name, module in model.named_modules()
               if isinstance(module, nn.Linear | nn.Embedding)}
     for layer in layers.values():
