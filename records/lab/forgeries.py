@@ -29,7 +29,7 @@ import torch
 sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 from common import ROOT, Findings, load_json, table  # noqa: E402
-from claims import AUTHORED, NOTES  # noqa: E402
+from claims import AUTHORED, NOTES, RULES  # noqa: E402
 from events import RULE, read_events  # noqa: E402
 from log_rules import COMPARED_LINES, expected_lines, read_folder  # noqa: E402
 from rescore import check_weights, rerun  # noqa: E402
@@ -282,9 +282,9 @@ FORGERIES = {  # name: what is done, and how many seeds must be scored again
 
 
 def authored_by(folder: Path) -> dict:
-    """What the author of a record wrote; new records name version 2 of the rules."""
+    """What the author of a record wrote, under the present version of the rules."""
     submission = load_json(folder / "submission.json")
-    return {key: submission.get(key, "") for key in AUTHORED} | {"rules": "2"}
+    return {key: submission.get(key, "") for key in AUTHORED} | {"rules": RULES}
 
 
 def brief(finding: str, others: int) -> str:

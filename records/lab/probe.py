@@ -149,7 +149,7 @@ def profile(words: list[str], steps: int) -> list[list]:
     """Rows of the families of kernels in a step."""
     from torch.profiler import ProfilerActivity
     run = make_run(words)
-    whole_ms = ms_of_steps(run, 3)
+    ms_of_steps(run, 3)
     on_gpu = run.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     with torch.profiler.profile(activities=activities) as profiler:
