@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -94,11 +95,13 @@ def score_of_logits(command: list[str], options: dict, seed: dict) -> tuple[floa
     with tempfile.TemporaryFile() as errors, subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **options) as server:
         def ask(x: torch.Tensor) -> torch.Tensor:
-            server.stdin.write(np.array(x.shape).tobytes() + x.contiguous().numpy().tobytes())
-            server.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended, and answers nothing
+                server.stdin.write(np.array(x.shape).tobytes() + x.contiguous().numpy().tobytes())
+                server.stdin.flush()
             size = x.numel() * vocabulary * 4
             answer = server.stdout.read(size)
             if len(answer) < size:
+                server.stdin.raw.close()  # what is still buffered has no reader
                 errors.seek(0)
                 raise ValueError(f"the model gives no logits: {errors.read().decode(errors='replace')[-300:]}")
             return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(*x.shape, vocabulary)

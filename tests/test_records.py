@@ -23,7 +23,7 @@ import submit
 import torch
 import train_gpt
 import verify
-from conftest import REPOSITORY, make_shards, run_here, tiny_arguments
+from conftest import REPOSITORY, make_shards, run_here, tiny_arguments, write_shard
 
 pytest.importorskip("matplotlib", reason="records have pictures: pip install -r requirements-dev.txt")
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
@@ -558,6 +558,14 @@ def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, r
     claimed = 0.9 * claims(records)["seed_results"]["2"]["val_bpb"]
     line, found, _ = one_seed(pattern, new, **({"val_bpb": claimed} if "0.9" in new else {}))
     assert any(re.search(f"(?s)seed 2: {reason}", text) for text in found), (line, found)
+
+
+def test_a_model_that_ends_before_it_is_asked_is_quoted(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "t_val_000000.bin", [0] * 70_000)  # a question is larger than the buffer of a pipe
+    seed = {"settings": {"TRAIN_SEQ_LEN": 32, "VOCAB_SIZE": 260}, "val_bytes": 1}
+    with pytest.raises(ValueError, match="the model gives no logits: no such layer"):
+        rescore.score_of_logits([sys.executable, "-c", "raise SystemExit('no such layer')"], {"cwd": tmp_path}, seed)
 
 
 def test_seeds_with_nearly_the_same_weights_are_refused():

@@ -1,6 +1,6 @@
 """Kills runs, damages files and fills disks, many times over, and prints the table that logs/README.md quotes.
 
-    python records/lab/faults.py [--kills 50] [--kills-of-two 20] [--mutations 2000]
+    python records/lab/faults.py [--kills 50 20 10] [--mutations 2000]
 
 Every killed run is resumed and has to end with the artifact of the uninterrupted one; every damaged file has to be
 refused, or to be read as what it was. The status is 1 if anything was lost. It takes a quarter of an hour on 2 cores.
@@ -263,8 +263,7 @@ def checkpoint_cost(folder: Path) -> tuple[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--kills-of-two", type=int, default=20)
+    parser.add_argument("--kills", type=int, nargs=3, default=[50, 20, 10], help="of runs with one, two and three ranks")
     parser.add_argument("--mutations", type=int, default=2000)
     options = parser.parse_args()
     lost = 0
@@ -274,10 +273,12 @@ def main() -> None:
         data = make_shards(folder)
         print("| what | what happened | lost or wrong |\n|---|---|---|", flush=True)
         for title, campaign in (
-            (f"SIGKILL at {options.kills} random moments, 1 rank",
-             lambda: kill_at_random(folder / "one", data, 1, options.kills, random)),
-            (f"SIGKILL at {options.kills_of_two} random moments, 2 ranks",
-             lambda: kill_at_random(folder / "two", data, 2, options.kills_of_two, random)),
+            (f"SIGKILL at {options.kills[0]} random moments, 1 rank",
+             lambda: kill_at_random(folder / "one", data, 1, options.kills[0], random)),
+            (f"SIGKILL at {options.kills[1]} random moments, 2 ranks",
+             lambda: kill_at_random(folder / "two", data, 2, options.kills[1], random)),
+            (f"SIGKILL at {options.kills[2]} random moments, 3 ranks",
+             lambda: kill_at_random(folder / "three", data, 3, options.kills[2], random)),
             (f"{options.mutations} damaged files", lambda: mutations(folder / "damaged", options.mutations, random)),
             ("a disk that becomes full", lambda: full_disk(folder / "full", data)),
             ("1 rank of 4 killed", lambda: dead_rank(folder / "dead", data)),
