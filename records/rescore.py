@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -71,13 +72,22 @@ def scored_data(start: dict) -> tuple:
 
 
 def score_of_script(command: list[str], name: str, options: dict, seed: dict) -> float:
-    """Return the bits per byte that the script itself finds. Raises ValueError."""
-    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    """Return the bits per byte that the script itself finds. It is stopped then, since it would score once more.
+    Raises ValueError."""
     log = Path(options["cwd"], "logs", f"{name}.jsonl")
-    events = read_events(log) if log.is_file() else []
-    scored = next((event for event in events if event["event"] == "val"), None)
+    with tempfile.TemporaryFile() as output, subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, **options) as script:
+        scored, is_running = None, True
+        while scored is None and is_running:
+            time.sleep(0.1)
+            is_running = script.poll() is None
+            events = read_events(log) if log.is_file() else []
+            scored = next((event for event in events if event["event"] == "val"), None)
+        script.kill()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
     if scored is None:
-        raise ValueError(f"scoring failed: {(result.stderr or result.stdout)[-300:]}")
+        raise ValueError(f"scoring failed: {text[-300:]}")
     if scored_data(events[0]) != scored_data(seed):
         raise ValueError("DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
     return scored["val_bpb"]
