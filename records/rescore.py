@@ -75,8 +75,8 @@ def score_of_script(command: list[str], name: str, options: dict, seed: dict) ->
     """Return the bits per byte that the script itself finds. It is stopped then, since it would score once more.
     Raises ValueError."""
     log = Path(options["cwd"], "logs", f"{name}.jsonl")
-    with tempfile.TemporaryFile() as output, subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, **options) as script:
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, **options) as script:
         scored, is_running = None, True
         while scored is None and is_running:
             time.sleep(0.1)
@@ -84,10 +84,10 @@ def score_of_script(command: list[str], name: str, options: dict, seed: dict) ->
             events = read_events(log) if log.is_file() else []
             scored = next((event for event in events if event["event"] == "val"), None)
         script.kill()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
+        errors.seek(0)
+        text = errors.read().decode(errors="replace")
     if scored is None:
-        raise ValueError(f"scoring failed: {text[-300:]}")
+        raise ValueError(f"scoring failed: {text[-300:] or 'its log has no validation'}")
     if scored_data(events[0]) != scored_data(seed):
         raise ValueError("DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
     return scored["val_bpb"]

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 from hashlib import sha256
 from pathlib import Path
@@ -558,6 +559,18 @@ def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, r
     claimed = 0.9 * claims(records)["seed_results"]["2"]["val_bpb"]
     line, found, _ = one_seed(pattern, new, **({"val_bpb": claimed} if "0.9" in new else {}))
     assert any(re.search(f"(?s)seed 2: {reason}", text) for text in found), (line, found)
+
+
+def test_a_script_is_stopped_once_it_has_scored(tmp_path):
+    (tmp_path / "logs").mkdir()
+    data = {"val_tokens": 1, "val_bytes": 2}
+    events = [{"event": "config", **data}, {"event": "val", "val_bpb": 1.5}]
+    code = f"import time; open('logs/n.jsonl', 'w').write({chr(10).join(map(json.dumps, events))!r}); time.sleep(60)"
+    started = time.monotonic()
+    assert rescore.score_of_script([sys.executable, "-c", code], "n", {"cwd": tmp_path}, data) == 1.5
+    assert time.monotonic() - started < 30
+    with pytest.raises(ValueError, match="scoring failed: its log has no validation"):
+        rescore.score_of_script([sys.executable, "-c", ""], "other", {"cwd": tmp_path}, data)
 
 
 def test_a_model_that_ends_before_it_is_asked_is_quoted(tmp_path):
