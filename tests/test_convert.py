@@ -1,7 +1,10 @@
 """Token files of other projects: each kind becomes shards that the trainer reads and whose bytes it can prove."""
 
 import json
+import os
 import pickle
+import signal
+import time
 
 import convert
 import numpy as np
@@ -164,3 +167,23 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match=wanted):
             convert_to(monkeypatch, tmp_path / "set", *arguments)
         assert not (tmp_path / "set").exists()
+
+
+def test_what_is_stopped_or_misnamed_leaves_nothing_behind(tmp_path, monkeypatch):
+    write_bin(tmp_path / "x_train_0.bin", byte_stream(TEXTS))
+    source = write_bin(tmp_path / "x_val_0.bin", byte_stream(TEXTS)).parent
+    with pytest.raises(SystemExit, match="convert.py: --out 'y_train_1' looks like the name of a shard"):
+        convert_to(monkeypatch, tmp_path / "y_train_1", source, "--tokenizer", "byte260")
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(convert, "split_documents", stop)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="convert.py: stopped; --out is as it was before"):
+            convert_to(monkeypatch, tmp_path / "out", source, "--tokenizer", "byte260")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x_train_0.bin", "x_val_0.bin"]

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import REPOSITORY, write_shard
 
 pytest.importorskip("huggingface_hub")
 import download  # noqa: E402
@@ -136,8 +136,9 @@ def test_default_places_and_a_second_run_fetches_only_what_is_new(hub, run, tmp_
     wanted = [f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", "train_000000", "train_000001")]
     assert contents(folder) == hub.content(*wanted)
     assert contents(data / "tokenizers") == hub.content(MODEL)
-    assert out.splitlines()[-1] == (f"next: python train_gpt.py DATA_PATH={folder} "
-                                    f"TOKENIZER_PATH={data}/tokenizers/fineweb_1024_bpe.model VOCAB_SIZE=1024")
+    model = data / "tokenizers" / "fineweb_1024_bpe.model"  # artifacts keep relative paths only
+    assert out.splitlines()[-1] == (f"next: python {os.path.relpath(REPOSITORY / 'train_gpt.py')} "
+                                    f"DATA_PATH={os.path.relpath(folder)} TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024")
     shutil.rmtree(tmp_path / "cache")  # what lies in its place is not fetched again even without the cache
     hub.fetched.clear()
     run("--train-shards", 3)

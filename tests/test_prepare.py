@@ -1,9 +1,11 @@
 """Sources, splits and files of data/prepare.py."""
 
+import argparse
 import gzip
 import hashlib
 import json
 import lzma
+import os
 from pathlib import Path
 
 import prepare
@@ -267,7 +269,8 @@ def test_the_sample_is_bounded_and_does_not_depend_on_order(tmp_path, monkeypatc
     for order in (1, -1):
         texts = [f"document number {i}" for i in range(1000)][::order] + [""] * 50
         source = write_jsonl(tmp_path / f"{order}.jsonl", texts)
-        samples.append(prepare.sample_training_text([str(source)], prepare.Split(None, 0.1)))
+        options = argparse.Namespace(sources=[str(source)], val_file=None)
+        samples.append(prepare.sample_training_text(prepare.Split(None, 0.1), options))
     assert set(samples[0]) == set(samples[1]) and 50 < len(samples[0]) < 100
 
 
@@ -286,3 +289,38 @@ def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
     val, out = write_jsonl(tmp_path / "val.jsonl", ["d", "new"]), tmp_path / "with_val_file"
     make(monkeypatch, out, source, "--tokenizer", "byte260", "--drop-shared", "--val-file", val)
     assert documents(out, "val") == ["d", "new"] and documents(out, "train") == [text for text in texts if text != "d"]
+
+
+def test_no_vocabulary_is_learnt_from_documents_that_are_left_out(tmp_path, monkeypatch):
+    source = write_jsonl(tmp_path / "train.jsonl", ["only in validation: \N{SNOWMAN}", "abc", "only in validation: \N{SNOWMAN}"])
+    for name, split in (("docs", ("--val-docs", 1)), ("file", ("--val-file", write_jsonl(tmp_path / "val.jsonl", ["abc"])))):
+        make(monkeypatch, tmp_path / name, source, "--tokenizer", "char", "--drop-shared", *split)
+    tables = [json.loads((tmp_path / name / "tokenizer.json").read_text())["tokens"][260:] for name in ("docs", "file")]
+    assert tables[0] == ["a", "b", "c"] and "\N{SNOWMAN}".encode().decode("latin-1") in tables[1]
+    assert not {"b", "c"} & set(tables[1])
+    with pytest.raises(SystemExit, match="--tokenizer char is learnt from the training text: name a SOURCE"):
+        make(monkeypatch, tmp_path / "none", "--tokenizer", "char", "--val-file", source)
+
+
+def test_marks_that_windows_puts_before_utf_8_are_no_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}\n')
+    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.jsonl", "--tokenizer", "byte260", "--val-docs", 1)
+    assert documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train") == ["one", "two"]
+
+
+def test_file_names_need_not_be_utf_8(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / os.fsdecode(b"gr\xf6\xdfe.txt")).write_text("one")
+    (folder / "plain.txt").write_text("two")
+    make(monkeypatch, tmp_path / "out", folder, "--tokenizer", "byte260", "--val-docs", 1)
+    assert {*documents(tmp_path / "out", "val"), *documents(tmp_path / "out", "train")} == {"one", "two"}
+
+
+def test_a_missing_pytorch_is_named_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "find_spec", lambda name: None)
+    monkeypatch.setattr(prepare, "read_documents", lambda *_: pytest.fail("text was read"))
+    source = write_jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(SystemExit, match="prepare.py: PyTorch is missing, without which train_gpt.py cannot check"):
+        make(monkeypatch, tmp_path / "out", source, "--tokenizer", "byte260")

@@ -73,6 +73,12 @@ def test_counts_of_documents_that_straddle_chunks_and_shards(tmp_path, monkeypat
 
 def test_the_validation_documents_as_text(tmp_path, show):
     data = byte_set(tmp_path / "set", [ids("train")], [ids("one", "größe\n")[:-3], ids("x")[1:], ids("\"")])
+    page, end = show(data, "--texts", tmp_path)  # a folder
+    assert "val, document 1 " in page and end.startswith("report.py: ")
+    smaller = tmp_path / "smaller.json"
+    smaller.write_text(json.dumps({"kind": "table", "bos": 1, "tokens": [""] * 4 + [chr(byte) for byte in range(99)]}))
+    page, end = show(data, "--tokenizer", smaller, "--texts", tmp_path / "texts.jsonl")
+    assert "train_gpt.py cannot use this data set" in page and end.startswith("report.py: 1 problems"), end
     page, end = show(data, "--texts", tmp_path / "texts.jsonl")
     assert end is None and f"wrote {tmp_path / 'texts.jsonl'}: 3 validation documents" in page
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
