@@ -25,16 +25,11 @@ class TrainGPTConfig(PreTrainedConfig):
     def __init__(self, variables: dict | None = None, **kwargs):
         self.variables = variables or {}
         trainer = self.trainer_config()
-        self.vocab_size = trainer.vocab_size
-        self.hidden_size = trainer.model_dim
-        self.num_hidden_layers = trainer.num_layers
-        self.num_attention_heads = trainer.num_heads
-        self.num_key_value_heads = trainer.num_kv_heads
-        self.max_position_embeddings = trainer.train_seq_len
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                     "max_position_embeddings"):
-            kwargs.pop(name, None)  # they follow from the variables
-        super().__init__(**{"tie_word_embeddings": False, **kwargs})  # the GPT ties its table by itself
+        super().__init__(**{  # what follows from the variables wins
+            "tie_word_embeddings": False, **kwargs,  # the GPT ties its table by itself
+            "vocab_size": trainer.vocab_size, "hidden_size": trainer.model_dim, "num_hidden_layers": trainer.num_layers,
+            "num_attention_heads": trainer.num_heads, "num_key_value_heads": trainer.num_kv_heads,
+            "max_position_embeddings": trainer.train_seq_len})
 
     def trainer_config(self):
         """The Config of train_gpt.py. The table is in float32, as it was exported."""

@@ -41,6 +41,7 @@ class Run:
     train: dict[str, list[float]] = field(default_factory=dict)
     val: dict[str, list[float]] = field(default_factory=dict)
     final: dict[str, float] = field(default_factory=dict)
+    path: Path = Path()
 
     def tokens_per_step(self) -> float:
         """Return TRAIN_BATCH_TOKENS, or NaN if the log does not contain it."""
@@ -73,7 +74,7 @@ def read_run(text: str) -> Run:
         path = Path("logs", text + ".jsonl")
     if not path.is_file():
         raise ValueError(f"{text!r} is neither a file nor a RUN_ID in logs/")
-    run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem)
+    run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, path=path)
     try:
         for event in read_history(path):
             add_event(run, event)
@@ -282,10 +283,7 @@ def main() -> None:
         print(markdown(table_of(runs)))
         if options.table:
             return
-        first = Path(options.runs[0])
-        if not first.is_file():
-            first = Path("logs", first.name + ".jsonl")
-        out = options.out or first.with_suffix(".png")
+        out = options.out or runs[0].path.with_suffix(".png")
         out.write_bytes(draw(groups_of(runs)))
         print(f"\n{out}")
     except (ValueError, OSError) as error:

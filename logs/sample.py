@@ -5,8 +5,9 @@
     python logs/sample.py final_model.int8.ptz --score texts.jsonl            bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
-their settings: add all of those that the training set, for example NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2
-TRAIN_SEQ_LEN=256 TOKENIZER_PATH=... (see the config event in the .jsonl log). Tokens/s are printed to stderr.
+their settings: add all of those that the training set, and its DTYPE, for example DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
+NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TOKENIZER_PATH=... (see the config event in the .jsonl log). Tokens/s are printed
+to stderr.
 """
 
 import argparse
@@ -31,12 +32,13 @@ from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint says nothing of its model and needs
-    the settings that it was trained with, as NAME=value. Raises ValueError."""
+    the settings that it was trained with, as NAME=value, and its DTYPE: bfloat16 rounds the rotary frequencies. Raises
+    ValueError."""
     words = ["EMBED_FLOAT32=1", *settings, f"INIT_FROM={path}"]  # the table as the file has it
-    config, given = train_gpt.load_config(words, {})
-    if not given.keys() - {"EMBED_FLOAT32", "INIT_FROM"} and Path(path).is_file():
-        raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as NUM_LAYERS=9 "
-                         "(the config event in its .jsonl log has them all)")
+    config, _ = train_gpt.load_config(words, {})
+    if config.dtype == "auto" and Path(path).is_file():
+        raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as DTYPE=bfloat16 "
+                         "NUM_LAYERS=9 (the config event in its .jsonl log has them all)")
     model = train_gpt.GPT(config)
     train_gpt.load_weights(model, path)
     model.compute_dtype = torch.float32
@@ -125,11 +127,14 @@ def score(model: train_gpt.GPT, tokenizer: Tokenizer, texts: list[str]) -> float
 
 def read_texts(path: Path) -> list[str]:
     """The texts of a .jsonl file, {"text": ...} a line, or one text of any other file. Raises ValueError and OSError."""
-    content = path.read_text(encoding="utf-8")
     try:
-        texts = [json.loads(line)["text"] for line in content.split("\n") if line] if path.suffix == ".jsonl" else [content]
+        content = path.read_bytes().decode("utf-8-sig")  # with the line ends that it has
+        texts = [content]
+        if path.suffix == ".jsonl":
+            texts = [json.loads(line)["text"] for line in content.split("\n") if line.strip()]
+        "".join(texts).encode("utf-8")
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: a line is not {{\"text\": ...}}: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text, or a line is not {{\"text\": ...}}: {error}") from None
     if not any(texts):
         raise ValueError(f"{path}: there is no text")
     return texts
@@ -178,7 +183,8 @@ def main() -> None:
             print(f"{len(texts)} texts, {score(model, tokenizer, texts):.6f} bits per byte")
             return
         generator = torch.Generator().manual_seed(options.seed)
-        prompts = [options.prompt] * options.samples
+        prompt = options.prompt.encode("utf-8", "replace").decode("utf-8")  # of bytes that are not UTF-8
+        prompts = [prompt] * options.samples
         if options.interactive:
             print("One prompt per line; Ctrl-D ends.", file=sys.stderr)
             prompts = (line.rstrip("\n") for line in sys.stdin)

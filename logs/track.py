@@ -18,35 +18,50 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-SENT = ("train", "val", "final")  # the events whose numbers are sent
+from events import older_logs, read_events, resume_step
+
+SENT = ("train", "val", "windows", "final")  # the events whose numbers are sent
 POLL_SECONDS = 2.0
 
 
 class Log:
-    """The .jsonl log of a run, read from where this program last stopped. A file keeps `state`: the log's
-    first line, the bytes read so far, the tracker's ids of this run and the previous one, and whether the
-    final score was sent."""
+    """The .jsonl logs of a run, read from where this program last stopped: first those that the trainer renamed when the run
+    was resumed. A file keeps `state`: how many logs were read to their end, the first line and the bytes read of the next one,
+    the tracker's ids of this run and the previous one, and whether the final score was sent."""
 
     def __init__(self, path: Path, tracker: str):
         self.path = path
         self.state_path = path.with_suffix(f".{tracker}.json")
-        self.state = {"first_line": "", "offset": 0, "id": "", "previous": "", "finished": False}
+        self.state = {"done": 0, "first_line": "", "offset": 0, "id": "", "previous": "", "finished": False}
         if self.state_path.is_file():
-            self.state = json.loads(self.state_path.read_text(encoding="utf-8"))
+            self.state |= json.loads(self.state_path.read_text(encoding="utf-8"))
+            return
+        logs = [*older_logs(path), path]
+        first = len(logs) - 1  # the log in which the newest run began
+        while first and path.is_file() and resume_step(read_events(logs[first])):
+            first -= 1
+        self.state["done"] = first
 
     def new_events(self) -> list[dict]:
-        """Return the events added since the last call. A run that was started or resumed under the same name
-        has a new log, which is read from its beginning."""
-        with self.path.open("rb") as file:
+        """Return the events added since the last call, of one log. A run that was started or resumed under the same name
+        has a new log; the trainer has renamed the one before."""
+        older = older_logs(self.path)
+        done = min(self.state["done"], len(older))
+        path = [*older, self.path][done]
+        if not path.is_file():
+            return []
+        with path.open("rb") as file:
             first_line = file.readline().decode("utf-8")
-            if not first_line.endswith("\n"):
-                return []
-            if first_line != self.state["first_line"]:
-                self.state.update(first_line=first_line, offset=0)
-            file.seek(self.state["offset"])
+            offset = self.state["offset"] if first_line == self.state["first_line"] else 0  # 0: another log in its place
+            file.seek(offset)
             data = file.read()
+        if len(older_logs(self.path)) > len(older):  # renamed just now
+            return []
         complete = data[:data.rfind(b"\n") + 1]  # the trainer may be writing the last line
-        self.state["offset"] += len(complete)
+        if not complete and done < len(older):
+            self.state.update(done=done + 1, offset=0)
+            return self.new_events()
+        self.state.update(done=done, first_line=first_line, offset=offset + len(complete))
         return [json.loads(line) for line in complete.decode("utf-8").splitlines()]
 
     def settings(self) -> dict:
@@ -107,7 +122,7 @@ def track(tracker: str, path: Path, once: bool) -> int:
     close = None
     sent = 0
     while True:
-        events = log.new_events() if path.is_file() else []
+        events = log.new_events()
         for event in events:
             if event["event"] == "config":  # a log begins
                 if close:
@@ -126,6 +141,7 @@ def track(tracker: str, path: Path, once: bool) -> int:
                 log.state["finished"] = event["event"] == "final"
         if events:
             log.save()
+            continue  # the next log, if there is one
         if once or log.state["finished"]:
             break
         time.sleep(POLL_SECONDS)

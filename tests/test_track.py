@@ -74,6 +74,27 @@ def test_a_resumed_run_continues_its_page_and_a_new_one_of_the_same_name_has_its
     assert [steps(rows) for rows in wandb.runs.values()] == [[1, 2, 2, 3], [1]]
 
 
+def test_logs_that_a_resumed_run_left_behind_are_sent_too(tmp_path, wandb):
+    def resume(step):  # as the trainer does
+        path.rename(path.with_name(f"run.{10 ** 18 + step}.jsonl"))
+        append(path, CONFIG, {"event": "resume", "step": step})  # the same first line, to the millisecond
+
+    path = tmp_path / "run.jsonl"
+    append(path, CONFIG, train(1))
+    path.rename(tmp_path / f"run.{10 ** 18}.jsonl")  # another run of this name, which nobody tracked
+    append(path, CONFIG, train(1), train(2))
+    resume(2)
+    append(path, train(3), train(4))
+    assert track.track("wandb", path, once=True) == 4  # begun after the run was stopped once
+    append(path, train(5))
+    resume(5)  # between two looks
+    append(path, train(6))
+    resume(6)
+    append(path, train(7))
+    assert track.track("wandb", path, once=True) == 3 and track.track("wandb", path, once=True) == 0
+    assert [steps(rows) for rows in wandb.runs.values()] == [[1, 2, 3, 4, 5, 6, 7]]
+
+
 def test_a_growing_log_is_followed_to_its_final_score(tmp_path, wandb, monkeypatch):
     path = tmp_path / "run.jsonl"
     waits = iter([[], [CONFIG, train(1)], [train(2)], [{"event": "final", "step": 2, "val_loss": 3.0}]])

@@ -88,6 +88,9 @@ def test_a_prompt_that_is_not_utf_8_is_continued(trained):
     result = subprocess.run([sys.executable, REPOSITORY / "logs" / "sample.py", folder / "final_model.int8.ptz",
                              "--interactive", "--length", "3"], input=b"\xff\xfe x\n", capture_output=True, check=False)
     assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
+    result = subprocess.run([sys.executable, REPOSITORY / "logs" / "sample.py", folder / "final_model.int8.ptz",
+                             "--prompt", b"\xff x", "--length", "3"], capture_output=True, check=False)
+    assert result.returncode == 0 and result.stdout.startswith(b"? x"), result.stderr
 
 
 @pytest.mark.parametrize("script", ["sample.py", "export_hf.py"])
@@ -118,6 +121,8 @@ def test_load_gives_a_notebook_the_model(trained):
     assert 0 < difference.abs().max() < 1  # rounded to 5 bits
     with pytest.raises(ValueError, match="final_model.pt does not say what its model is; add the settings.*NUM_LAYERS=9"):
         sample.load(folder / "final_model.pt")
+    with pytest.raises(ValueError, match="such as DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
+        sample.load(folder / "final_model.pt", [word for word in tiny_settings() if not word.startswith("DTYPE=")])
 
 
 @pytest.mark.parametrize("changes", [
@@ -147,8 +152,8 @@ def test_load_keeps_what_the_artifact_has_of_a_table_in_float32(tmp_path):
 
 
 def tiny_settings() -> list[str]:
-    """What a user would give for a file that does not say it; the type is float32 by default."""
-    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.KEPT if name != "DTYPE"]
+    """What a user would give for a file that does not say it."""
+    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.KEPT]
 
 
 @pytest.mark.parametrize("changes", [{}, SWITCHES, dict(shift_keys=True), dict(tie_embeddings=False, num_layers=1),
@@ -254,8 +259,14 @@ def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert sample.read_texts(path) == texts
-    for content, message in (('{"text": "a"}\n{"txt": 3}\n', "a line is not"), ("", "there is no text")):
-        path.write_text(content)
+    path.write_text('\ufeff{"text": "a"}\n  \n', encoding="utf-8")
+    assert sample.read_texts(path) == ["a"]
+    (tmp_path / "windows.txt").write_bytes(b"two\r\nlines\r\n")
+    assert sample.read_texts(tmp_path / "windows.txt") == ["two\r\nlines\r\n"]
+    for content, message in ((b'{"text": "a"}\n{"txt": 3}\n', "a line is not"), (b"", "there is no text"),
+                             (b'{"text": 3}', "a line is not"), (rb'{"text": "\ud800"}', "surrogates not allowed"),
+                             (b"gr\xfc\xdfe", "texts.jsonl is not UTF-8 text")):
+        path.write_bytes(content)
         result = run_script("sample.py", folder / "final_model.int8.ptz", "--score", path)
         assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
 
