@@ -6,6 +6,10 @@
 # PYTHON names the interpreter that makes .venv.
 set -euo pipefail
 cd "$(dirname "$0")"
+if [[ ${1:-} = --help || ${1:-} = -h ]]; then
+  sed -n '2,6s/^# //p' run.sh
+  exit
+fi
 
 python=${PYTHON:-python3}
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
@@ -25,14 +29,16 @@ install() {  # a requirements file, once for each content of it
   local stamp packages
   stamp=.venv/installed-$(cat requirements*.txt | cksum | cut -d' ' -f1)-$1
   [ -e "$stamp" ] && return
-  if [ ! -x .venv/bin/python ] && has_pytorch; then
+  if .venv/bin/python -m pip --version > /dev/null 2>&1; then
+    :  # made before; without pip, it was not completed
+  elif has_pytorch; then
     echo "using the PyTorch of $python"
     "$python" -m venv --system-site-packages .venv
     # That shows the packages of its base alone, and they are elsewhere if it is in a virtual environment itself.
     "$python" -c 'import sysconfig; print(*{sysconfig.get_path(name) for name in ("purelib", "platlib")}, sep="\n")' \
       > "$(echo .venv/lib/python*/site-packages)/has-pytorch.pth"
     touch .venv/has-pytorch
-  elif [ ! -x .venv/bin/python ]; then
+  else
     "$python" -m venv .venv
   fi
   echo "installing $1 into .venv"
@@ -135,17 +141,24 @@ printf '%q ' "${command[@]}"
 echo
 "${command[@]}"
 log=$(ls -t logs/*.txt | sed -n 1p)
-artifact=$(sed -n '1s/.*"OUT_DIR": "\([^"]*\)".*/\1/p' "${log%.txt}.jsonl" || true)/final_model.int8.ptz
+logged() {  # a variable of the run
+  sed -n "1s/.*\"$1\": \"\([^\"]*\)\".*/\1/p" "${log%.txt}.jsonl" || true
+}
+artifact=$(logged OUT_DIR)/final_model.int8.ptz
+sample=(.venv/bin/python logs/sample.py "$artifact")
+if [[ $(logged TOKENIZER_PATH) == /* ]]; then  # artifacts do not keep absolute paths
+  sample+=(--tokenizer "$(logged TOKENIZER_PATH)")
+fi
 if [ -e "$artifact" ]; then
   echo
   echo "A sample of what it writes:"
-  .venv/bin/python logs/sample.py "$artifact" --length 80 || true
+  "${sample[@]}" --length 80 || true
 fi
 cat <<END
 
 log       $log, and ${log%.txt}.jsonl with one event a line
 artifact  $artifact; final_model.pt beside it has all weights
-next      .venv/bin/python logs/sample.py $artifact --interactive
+next      $(printf '%q ' "${sample[@]}")--interactive
           .venv/bin/python train_gpt.py --help
           .venv/bin/python data/prepare.py --help      your own text
           ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03         other settings

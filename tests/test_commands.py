@@ -79,12 +79,41 @@ def shell(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", *arguments], cwd=checkout, env=clean, capture_output=True, text=True, timeout=240, check=False)
 
 
+def test_run_sh_says_what_it_does_without_installing(checkout):
+    shutil.rmtree(checkout / ".venv")
+    result = shell(checkout, "run.sh", "--help")
+    assert result.returncode == 0 and result.stdout.startswith("Quick start: ./run.sh installs into .venv")
+    assert "PYTHON names the interpreter" in result.stdout and not (checkout / ".venv").exists()
+
+
+def test_run_sh_completes_an_environment_whose_making_was_interrupted(checkout):
+    """Debian's venv leaves a python without pip if its package python3-venv is missing."""
+    for stamp in (checkout / ".venv").glob("installed-*"):
+        stamp.unlink()
+    stand_in(checkout, "python", "exit 1")
+    own = checkout / "own-python"
+    own.write_text("""#!/usr/bin/env bash
+case "$*" in
+"-m venv .venv") printf '#!/usr/bin/env bash\\n[[ "$*" != *pip* ]] || echo "pip $*"\\n' > .venv/bin/python ;;
+*) exit 1 ;;
+esac
+""")
+    own.chmod(0o755)
+    result = shell(checkout, "-c", "PYTHON=./own-python ./run.sh test")
+    assert "pip -m pip install -q --disable-pip-version-check -r requirements-dev.txt" in result.stdout, result.stderr
+
+
 def test_run_sh_trains_and_says_what_it_left(checkout):
     data = make_shards(checkout)
     result = shell(checkout, "run.sh", *tiny_arguments(data, RUN_ID="first", ITERATIONS="3"))
     assert result.returncode == 0, result.stderr
     assert "final_int8_zlib_roundtrip_exact" in result.stdout and "log       logs/first.txt" in result.stdout
     assert (checkout / "final_model.int8.ptz").is_file()
+    tokenizer = checkout / "tokenizer.json"  # its absolute path is not in the artifact
+    tokenizer.write_text(json.dumps({"kind": "char", "bos": 1, "tokens": [""] * 4 + [chr(byte) for byte in range(256)]}))
+    result = shell(checkout, "run.sh", *tiny_arguments(data, ITERATIONS="3", TOKENIZER_PATH=str(tokenizer)))
+    assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
+    assert f"sample.py ./final_model.int8.ptz --tokenizer {tokenizer} --interactive" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
     assert wrong.returncode and "NUM_LAYERS='nine' is not a whole number" in wrong.stderr
 
