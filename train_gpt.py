@@ -206,13 +206,13 @@ def parse_value(f, text: str):
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError."""
     known = {f.name.upper(): f for f in fields(Config)}
-    given = {name: (text, "environment") for name, text in environment.items()}
+    given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
     for argument in arguments:
         name, _, text = argument.partition("=")
         given[name] = (text, "argument")
     path = given.get("INIT_FROM", ("",))[0]
     given = {name: (text, path) for name, text in read_description(path).items()} | given
-    for name in given.keys() - known.keys() - FOREIGN:
+    for name in given.keys() - known.keys():
         text, place = given[name]
         cutoff = 0.6 if place == "argument" else 0.85
         near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
@@ -599,9 +599,8 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
-        qkv = linear(x, self.c_q, self.c_k, self.c_v)
-        qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
-        q, k, v = qkv.split(self.heads, dim=2)
+        qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
+        q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
             pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
             fast = self.config.rope_dims // 2 or pairs.size(4) // 2
@@ -1148,6 +1147,7 @@ def resume(run: "Run", state: dict) -> None:
         changed = {f: f"{f.name.upper()} was {old[f.name]!r} and is {new[f.name]!r}"
                    for f in fields(Config) if old[f.name] != new[f.name]}
         refused = [text for f, text in changed.items() if f.metadata["kind"] != "free"]
+        refused += [f"this script has no {name.upper()}" for name in old.keys() - new.keys()]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
@@ -1337,7 +1337,7 @@ def train(run: Run) -> None:
         # One step. Now and then the ranks agree on time, signals and faults.
         loss, norm = train_step(run, batches or loader.batches(step))
         run.step = step = step + 1
-        batches = loader.batches(step)  # while the device works
+        batches = loader.batches(step) if step < config.iterations else []  # as the device works
         run.time_ms += run.pace_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
@@ -1390,7 +1390,7 @@ def compile_model(run: Run, required: bool) -> None:
     try:
         model(*run.loader.batches(0)[0]).backward()
     except Exception as error:  # compilers fail in many ways
-        if "out of memory" in str(error):
+        if re.search("out of memory|t allocate memory", str(error)):
             raise
         require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
                 "for example gcc or python3-dev, or set COMPILE=0")
@@ -1483,7 +1483,7 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
         sys.exit(f"train_gpt.py: {str(error) or 'stopped'}")
     except RuntimeError as error:
-        if "out of memory" not in str(error) and "t allocate memory" not in str(error):
+        if not re.search("out of memory|t allocate memory", str(error)):
             raise
         sys.exit(f"train_gpt.py: {error!s:.400}\n"
                  "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")

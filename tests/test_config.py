@@ -98,6 +98,13 @@ def test_a_misspelt_name_in_the_environment_stops_the_run(name, meant):
         train_gpt.load_config([], {name: "1"})
 
 
+@pytest.mark.parametrize("name, meant", [("MODEL_DIR", "MODEL_DIM"), ("COMPILER", "COMPILE"), ("DATASET_PATH", "DATA_PATH")])
+def test_names_that_clusters_export_are_errors_as_arguments(name, meant):
+    assert train_gpt.load_config([], {name: "1"})[1] == {}
+    with pytest.raises(ValueError, match=f"{name}='1' .argument. is not a variable of this script; did you mean {meant}"):
+        train_gpt.load_config([f"{name}=1"], {})
+
+
 @pytest.mark.parametrize("name", ["DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"])
 def test_names_that_other_programs_export_only_warn(name, capsys):
     config, _ = train_gpt.load_config([], {name: "1"})

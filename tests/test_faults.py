@@ -139,6 +139,11 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     path = checkpoints(checkpointed)[0]
     with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9$"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, MATRIX_LR=0.03, BETA2=0.9)
+    state = torch.load(path)
+    state["config"]["mlp_silu"] = True  # of a script that has one more switch
+    torch.save(state, tmp_path / "silu.pt")
+    with pytest.raises(SystemExit, match="it was trained with other settings: this script has no MLP_SILU$"):
+        tiny_run(monkeypatch, tmp_path / "b", data, RESUME=tmp_path / "silu.pt")
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
