@@ -1147,7 +1147,7 @@ def resume(run: "Run", state: dict) -> None:
         changed = {f: f"{f.name.upper()} was {old[f.name]!r} and is {new[f.name]!r}"
                    for f in fields(Config) if old[f.name] != new[f.name]}
         refused = [text for f, text in changed.items() if f.metadata["kind"] != "free"]
-        refused += [f"this script has no {name.upper()}" for name in old.keys() - new.keys()]
+        refused += [f"this script has no {name.upper()}" for name in sorted(old.keys() - new)]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,

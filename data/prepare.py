@@ -201,11 +201,10 @@ def sample_training_text(split: Split, options) -> list[str]:
     assign does."""
     heap = []
     size = 0
-    for number, (part, text) in enumerate(assign(split, options, "sampling")):
+    for number, (part, text, digest) in enumerate(assign(split, options, "sampling")):
         if part != "train":
             continue
         raw = text.encode("utf-8")
-        digest = hashlib.sha256(raw).digest()
         # Other bytes of the hash than those that decide the split. heapq pops the smallest.
         heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), number, raw))
         size += len(raw) + ENTRY_BYTES
@@ -249,8 +248,9 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
 # ---- Encoding -------------------------------------------------------------------------------------
 
 
-def assign(split: Split, options, title: str) -> Iterator[tuple[str, str]]:
-    """Yield "train", "val" or, with --drop-shared, "dropped" and the text of each document. `title` is the progress bar's.
+def assign(split: Split, options, title: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield "train", "val" or, with --drop-shared, "dropped", the text and its SHA-256 for each document. `title` is the
+    progress bar's.
 
     Raises ValueError for a training document that is also a validation document without --drop-shared."""
     validation_digests = set()
@@ -263,11 +263,11 @@ def assign(split: Split, options, title: str) -> Iterator[tuple[str, str]]:
             if is_val_file or split.is_validation(number, digest):
                 if not split.by_hash:
                     validation_digests.add(digest[:16])
-                yield "val", text
+                yield "val", text, digest
             elif digest[:16] not in validation_digests:
-                yield "train", text
+                yield "train", text, digest
             elif options.drop_shared:
-                yield "dropped", text
+                yield "dropped", text, digest
             else:
                 raise ValueError(f"training document {number + 1} is also a validation document, which makes "
                                  f"scores too good: use --drop-shared, or --val-fraction, which keeps equal "
@@ -286,8 +286,8 @@ def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> d
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
         kept = [entry for entry in batch if entry[0] != "dropped"]
         splits["train"]["dropped_documents"] += len(batch) - len(kept)
-        encoded = tokenizer.encode([text for _, text in kept], options.threads)
-        for (part, text), ids in zip(kept, encoded):
+        encoded = tokenizer.encode([text for _, text, _ in kept], options.threads)
+        for (part, text, _), ids in zip(kept, encoded):
             writers[part].write(bos)
             writers[part].write(ids)
             raw = text.encode("utf-8")

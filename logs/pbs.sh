@@ -3,7 +3,7 @@
 #     qsub -v SETTINGS="ITERATIONS=100000 NUM_LAYERS=12" logs/pbs.sh
 # `timeout` sends SIGTERM three minutes before the walltime ends. The trainer saves a checkpoint and exits with status
 # 143. Change the resources in this file: the next job would not have those of qsub's command line. If you change the
-# walltime, change 237m too: it must be three minutes less. A value in SETTINGS must not have a comma, where qsub -v cuts.
+# walltime, change 237m too: it must be three minutes less. No value in SETTINGS may contain a comma: qsub -v splits there.
 #PBS -l select=1:ncpus=96:mpiprocs=8:ngpus=8
 #PBS -l walltime=04:00:00
 #PBS -r y
