@@ -393,8 +393,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
 class TokenLoader:
     """The training shards as one endless sequence. What a step reads follows from its number."""
     def __init__(self, config: Config, ranks: Ranks):
-        self.config = config
-        self.ranks = ranks
+        self.config, self.ranks = config, ranks
         self.files = find_shards(config, "train")
         self.shards = [open_shard(path) for path in self.files]  # ids: checked when read
         self.ends = np.cumsum([len(shard) for shard in self.shards])
@@ -785,8 +784,7 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum, kept for matrices of one shape as one tensor (N, rows, columns)."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
-        self.steps = config.muon_backend_steps
-        self.ranks = ranks
+        self.ranks, self.steps = ranks, config.muon_backend_steps
         self.table = POLAR if config.muon_polar else JORDAN
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
@@ -827,7 +825,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
         rates = dict.fromkeys(rates, config.adam_lr)
-    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr, "weight_decay": 0.0}
+    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr,
+                     "weight_decay": 0.0 if kind == "scalar" else config.weight_decay}
               for kind, lr in rates.items()}
     kinds = {"tok_emb.weight": "embed", "lm_head.weight": "head", "skip_weights": "scalar"}
     for name, p in model.named_parameters():
@@ -843,8 +842,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
-def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float, float]:
-    """The factor on the rates, Muon's momentum and the decay in `step`, begun after `elapsed_ms`.
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
+    """The factor on the rates and Muon's momentum in `step`, which begins after `elapsed_ms`.
     With a cap, WARMDOWN_ITERS end there; the other shapes (cosine: arXiv:1608.03983) at either."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
@@ -864,7 +863,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     steps = config.muon_momentum_warmup_steps
     done = min(1.0, step / steps) if steps else 1.0
     momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-    return factor, momentum, config.weight_decay
+    return factor, momentum
 
 # ---- Evaluation and export ---------------------------------------------------------------------
 @torch.no_grad()
@@ -1125,10 +1124,10 @@ def find_checkpoint(config: Config) -> dict | None:
     return None
 
 def state_of(run: "Run") -> dict:
-    """Everything that training changes; the tensors are the live ones."""
+    """Everything that training changes, and what it reads; the tensors are the live ones."""
     return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-            "scaler": run.scaler.state_dict()}
+            "scaler": run.scaler.state_dict(), "training_tokens": run.loader.tokens}
 
 def restore(run: "Run", state: dict) -> None:
     """Restore the run to `state`, which state_of returned."""
@@ -1152,6 +1151,8 @@ def resume(run: "Run", state: dict) -> None:
         restore(run, state)
         require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
                 f"step {run.step} after {run.time_ms} ms is not in this run")
+        seen, tokens = state.get("training_tokens"), run.loader.tokens  # older ones have none
+        require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
     run.log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
@@ -1172,7 +1173,7 @@ def save_checkpoint(run: "Run") -> None:
         for old in older[run.config.keep_checkpoints - 1:]:
             old.unlink()
     except OSError as error:
-        run.log.line(f"warning: no checkpoint of step {run.step}: {error}")
+        run.log.line(f"warning: checkpoint of step {run.step}: {error}")
 
 # ---- Training ----------------------------------------------------------------------------------
 class Run:
@@ -1238,11 +1239,10 @@ class Run:
 def train_step(run: Run, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Make one update; return the mean loss of this rank's micro-batches, and the norm."""
     config = run.config
-    factor, momentum, decay = schedule(config, run.step, run.time_ms)
+    factor, momentum = schedule(config, run.step, run.time_ms)
     for group in [group for optimizer in run.optimizers for group in optimizer.param_groups]:
         group["lr"] = group["base_lr"] * factor
         group["momentum"] = momentum  # Adam ignores it
-        group["weight_decay"] = 0.0 if group["kind"] == "scalar" else decay
     losses = torch.zeros((), device=run.ranks.device)
     for i, (x, y) in enumerate(batches, 1):
         run.parallel.require_backward_grad_sync = i == len(batches)
@@ -1313,13 +1313,13 @@ def train(run: Run) -> None:
             run.time_ms = ranks.now_ms() - run.zero_ms
 
         # Validation, off the clock. With SIZE_CAP, each also tells whether the model would fit.
-        if done or is_due(step, config.val_loss_every):
+        if exports and (done or is_due(step, config.val_loss_every)):
             paused_ms = ranks.max(ranks.now_ms() - run.zero_ms)[0]
             log.event("val", f"step:{step}/{config.iterations} val_loss:{{val_loss:.4f}} "
                       "val_bpb:{val_bpb:.4f} train_time:{train_time_ms:.0f}ms "
                       f"step_avg:{run.time_ms / max(step, 1):.2f}ms{run.partial}",
                       step=step, train_time_ms=run.time_ms, **evaluate(run))
-            if exports and ranks.rank == 0 and (done or config.size_cap):
+            if ranks.rank == 0 and (done or config.size_cap):
                 run.packed = pack(run.model.state_dict(), config, grams)
                 size = len(run.packed[0]) + len(run.code)
                 fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
@@ -1405,7 +1405,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
     compiles = device == "cuda" or (device == "cpu" and builds)
     chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
-              "compile": "1" if compiles else "0"}
+              "compile": "1" if compiles and config.iterations else "0"}
     config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
     # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
@@ -1442,7 +1442,8 @@ def announce(run: Run, overrides: dict) -> None:
     """Log the data, the model and the settings, in the lines that the published trainer prints."""
     c = run.config
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    backends = " ".join(f"{name}={c.attn in name}" for name in SDPA)
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    rates = {"head": 0.0} | {group["kind"]: group["base_lr"] for group in groups}
     shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
     val_tokens = len(run.val_tokens) - 1
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
@@ -1456,10 +1457,10 @@ val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}{run.part
 model_params:{sum(p.numel() for p in run.model.parameters())}
 world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
-sdp_backends:{backends}
+sdp_backends:{" ".join(f"{name}={c.attn in name}" for name in SDPA)}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
-tie_embeddings:{c.tie_embeddings} embed_lr:{c.tied_embed_lr if c.tie_embeddings else c.embed_lr} \
-head_lr:{0.0 if c.tie_embeddings else c.head_lr} matrix_lr:{c.matrix_lr} scalar_lr:{c.scalar_lr}
+tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates["head"]} \
+matrix_lr:{rates["matrix"]} scalar_lr:{rates["scalar"]}
 train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
@@ -1469,8 +1470,7 @@ config:{json.dumps({**settings, "overrides": overrides})}""")
 def main() -> None:
     """Set up a run, warm up, train, export, and score what was exported."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print_help()
-        return
+        return print_help()
     source = Path(__file__).read_text(encoding="utf-8")
     try:
         run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)

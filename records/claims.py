@@ -70,8 +70,8 @@ def check_division(seed: dict, division: str, findings: Findings) -> None:
                    f"TRAIN_SEQ_LEN={seed['settings']['TRAIN_SEQ_LEN']}")
     for split in ("train", "val"):
         pinned = seed["table"].get(f"{split}_shards_sha256")
-        logged = [digest for file, digest in seed["data_sha256"].items() if f"_{split}_" in file]
-        if pinned and (seed["data_sha256"] or "train_shards_sha256" in seed["table"]):
+        logged = [digest for file, digest in (seed["data_sha256"] or {}).items() if f"_{split}_" in file]
+        if pinned and (seed["data_sha256"] is not None or "train_shards_sha256" in seed["table"]):
             findings.check(logged == pinned,
                            f"the {split} shards that the log names are not those of the division")
 
@@ -194,7 +194,8 @@ def render(claims: dict) -> str:
     results = {seed: claims["seed_results"][str(seed)] for seed in claims["seeds"]}
     original = claims["val_bpb_original"]
     lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", ""]
-    text = (f"Mean of {count_seeds(results)}, sample deviation {claims['val_bpb_std']:.4f} bits per byte; "
+    spread = deviation([score(result) for result in results.values()])
+    text = (f"Mean of {count_seeds(results)}, sample deviation {spread:.4f} bits per byte; "
             f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of "
             f"the artifact as read back from its file. At most {claims['bytes_total']:,} bytes, "
             f"{claims['bytes_code']:,} of them code; {claims['parameters']:,} parameters.")

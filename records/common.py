@@ -103,8 +103,14 @@ def gpu_names() -> list[str]:
     if not command:
         return []
     arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
-    output = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
-    return [line.strip() for line in output.splitlines() if line.strip()]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    lines = result.stdout.splitlines() if result.returncode == 0 else []  # else they say what is wrong
+    return [line.strip() for line in lines if line.strip()]
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def hardware(most_gpus: int | None = None) -> str:
@@ -116,8 +122,7 @@ def hardware(most_gpus: int | None = None) -> str:
     if cpuinfo.is_file():
         match = re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))
         model = match[1] if match else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores of {model}"
+    return f"{count_cores()} cores of {model}"
 
 
 def table(header: str, rows) -> list[str]:

@@ -23,9 +23,13 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common import ABSOLUTE_PATH, ROOT, gpu_names, hardware, launcher, load_json, pairs_of, table
+from common import ABSOLUTE_PATH, ROOT, count_cores, gpu_names, hardware, launcher, load_json, pairs_of, table
 from events import read_events
 from plot import mfu_of
+
+sys.path.append(str(ROOT))
+
+import train_gpt  # noqa: E402
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
@@ -96,10 +100,10 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
             name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
             environment = dict(os.environ)
             if ranks > 1:
-                environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // ranks))
+                environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
             command = [*launcher(ranks), str(ROOT / "train_gpt.py"), *arguments]
-            if ranks > 1 and len(gpu_names()) == 1:
+            if ranks > 1 and len(gpu_names()) == 1 and settings.get("DEVICE") != "cpu":
                 reason = "there is one GPU"
             else:
                 result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
@@ -199,13 +203,15 @@ def main() -> None:
         if options.report:
             print(report(options.report), end="")
             return
-        folder = ROOT / "records" / "track_speedup_ladder" / f"{time.strftime('%Y-%m-%d')}_{options.name or options.shape}"
+        folder = ROOT / "records" / "track_speedup_ladder" / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{options.name or options.shape}"
         if folder.exists():
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
-        for setting in options.settings:
+        given = train_gpt.load_config([], dict(os.environ))[1]
+        extra = [f"{name}={os.environ[name]}" for name in sorted(given.keys() & os.environ.keys())] + options.settings
+        for setting in extra:
             if "=" not in setting or "=/" in setting:
                 raise ValueError(f"{setting!r} must be NAME=value, paths relative (example: DATA_PATH=data/x)")
-        climb(folder, options.shape, options.settings)
+        climb(folder, options.shape, extra)
         print(folder.relative_to(ROOT))
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")

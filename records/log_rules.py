@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from common import Findings, is_close, load_json, load_track
-from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events, resume_step
 from source_rules import check_script
 
 # Slack, and why
@@ -66,7 +66,7 @@ def check_steps(name: str, events: list[dict], findings: Findings) -> None:
     """Training must be logged as train_gpt.py logs it: the first ten steps and every TRAIN_LOG_EVERY."""
     every = events[0]["config"]["TRAIN_LOG_EVERY"]
     logged = {event["step"] for event in events if event["event"] == "train"}
-    first = next((event["step"] for event in events if event["event"] == "resume"), 0) + 1
+    first = resume_step(events) + 1
     last = events[-1]["step"]
     if not findings.check(logged or first > last, f"{name}: the log has no training steps"):
         return
@@ -137,6 +137,16 @@ def check_scores(name: str, events: list[dict], findings: Findings) -> None:
                    f"weights that it was made from, more than {BETTER_BY_EXPORT}")
 
 
+def is_earlier_part(text: Path, events: list[dict], script: str) -> bool:
+    """Whether an older text log, with the .jsonl beside it, is of the script, the settings and the machine of `events`."""
+    path = text.with_suffix(".jsonl")
+    older = read_events(path) if path.is_file() else []
+    settings = {key: value for key, value in events[0]["config"].items() if key not in MAY_DIFFER_BETWEEN_SEEDS}
+    same = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
+    same = same and all(older[0].get(key) == events[0].get(key) for key in MUST_MATCH_AFTER_RESUMING)
+    return bool(same) and text.read_text(encoding="utf-8").startswith(script + "\n" + RULE)
+
+
 def check_resumed(folder: Path, name: str, events: list[dict], findings: Findings) -> bool:
     """Return whether the run was resumed. Its older logs, of this script, these settings and this machine, must cover
     all earlier steps, and the training clock must go on from theirs."""
@@ -144,17 +154,12 @@ def check_resumed(folder: Path, name: str, events: list[dict], findings: Finding
     first = next((event["step"] for event in events if event["event"] == "train"), 1)
     if resumed is None and first == 1:
         return False
-    beginning = (folder / "train_gpt.py").read_text(encoding="utf-8") + "\n" + RULE
-    settings = {key: value for key, value in events[0]["config"].items() if key not in MAY_DIFFER_BETWEEN_SEEDS}
+    script = (folder / "train_gpt.py").read_text(encoding="utf-8")
     covered, clock = set(), {}
-    for path in folder.glob(f"{name}.*.jsonl"):
-        older = read_events(path)
-        text = path.with_suffix(".log")
-        same = older and all(older[0]["config"].get(key) == value for key, value in settings.items())
-        same = same and all(older[0].get(key) == events[0].get(key) for key in MUST_MATCH_AFTER_RESUMING)
-        if same and text.is_file() and text.read_text(encoding="utf-8").startswith(beginning):
-            begin = next((event["step"] for event in older if event["event"] == "resume"), 0)
-            covered |= set(range(begin, max(event.get("step", 0) for event in older) + 1))
+    for path in folder.glob(f"{name}.*.log"):
+        if is_earlier_part(path, events, script):
+            older = read_events(path.with_suffix(".jsonl"))
+            covered |= set(range(resume_step(older), max(event.get("step", 0) for event in older) + 1))
             for event in older:
                 if event["event"] == "train":  # a step may have been done twice, at different speeds
                     step, ms = event["step"], event["train_time_ms"]
@@ -205,7 +210,7 @@ def summarize(events: list[dict], versions: str, lines: list[str]) -> dict:
     """Return a seed's numbers that rules and claims are about. Raises LookupError if an event is missing."""
     last = {event["event"]: event for event in events}
     val = last["val"]
-    seed = {"data_sha256": {}, **last["config"], **last["export"], **last["final"]}
+    seed = {"data_sha256": None, **last["config"], **last["export"], **last["final"]}
     settings = seed["config"]
     python = re.search(r"Running Python (\S+)", versions)
     overrides = {key: settings[key] for key in sorted(seed["overrides"]) if key not in MAY_DIFFER_BETWEEN_SEEDS}
@@ -228,7 +233,7 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
     source = script.read_text(encoding="utf-8")
     findings += check_script(source)
     logs = sorted(path for path in folder.glob("train_seed*.log")
-                  if re.fullmatch(r"train_seed-?\d+", path.stem))
+                  if re.fullmatch(r"train_seed\d+", path.stem))
     findings.check(logs, "there is no train_seedN.log")
     seeds = [read_seed(folder, path, source, findings) for path in logs]
     seeds = [seed for seed in seeds if seed]

@@ -21,8 +21,8 @@ def per_second(function: Callable, work: float, seconds: float = 0.3) -> float:
     while calls < 2 or time.perf_counter() < end:
         start = time.perf_counter()
         function()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         fastest = min(fastest, time.perf_counter() - start)
         calls += 1
     return work / fastest
@@ -31,7 +31,7 @@ def per_second(function: Callable, work: float, seconds: float = 0.3) -> float:
 def rates(device: str, width: int) -> dict[str, float]:
     """TFLOP/s of products (2048, width) @ (width, 4 width) in bfloat16 and float32, and GB/s read and written by a copy."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     result = {}
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(2048, width, device=device).to(dtype)

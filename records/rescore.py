@@ -54,10 +54,11 @@ def copy_inputs(folder: Path, seed: dict, artifact: Path, place: Path) -> dict[s
     for path in (*data.glob("*_val_[0-9]*.bin"), *data.glob("manifest.json")):
         shutil.copy(path, place / "data")
     settings = {key: str(value) for key, value in seed["overrides"].items()
-                if key not in ("EVAL_STRIDE", "EVAL_SEQ_LEN")}  # of a second score, which is not compared
+                if key not in ("EVAL_STRIDE", "EVAL_SEQ_LEN", "ATTN")}  # no second score; the kernels of this machine
     name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
     settings |= {"ITERATIONS": "0", "INIT_FROM": "artifact.ptz", "RUN_ID": name, "OUT_DIR": name, "DATA_PATH": "data",
-                 "SEED": str(seed["seed"]), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0"}
+                 "SEED": str(seed["seed"]), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0",
+                 "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
     tokenizer = ROOT / seed["settings"]["TOKENIZER_PATH"]
     if tokenizer.is_file():
         shutil.copy(tokenizer, place / f"tokenizer{tokenizer.suffix}")
@@ -67,12 +68,12 @@ def copy_inputs(folder: Path, seed: dict, artifact: Path, place: Path) -> dict[s
 
 def scored_data(start: dict) -> tuple:
     """Return a "config" event's or a seed's validation tokens and bytes, and the digests of the shards."""
-    digests = {file: digest for file, digest in start.get("data_sha256", {}).items() if "_val_" in file}
+    digests = {file: digest for file, digest in (start.get("data_sha256") or {}).items() if "_val_" in file}
     return start["val_tokens"], start["val_bytes"], digests
 
 
 def score_of_script(command: list[str], name: str, options: dict, seed: dict) -> float:
-    """Return the bits per byte that the script itself finds. It is stopped then, since it would score once more.
+    """Return the bits per byte that the script itself finds. It is stopped then, since older ones score twice.
     Raises ValueError."""
     log = Path(options["cwd"], "logs", f"{name}.jsonl")
     with tempfile.TemporaryFile() as errors, subprocess.Popen(
@@ -82,12 +83,12 @@ def score_of_script(command: list[str], name: str, options: dict, seed: dict) ->
             time.sleep(0.1)
             is_running = script.poll() is None
             events = read_events(log) if log.is_file() else []
-            scored = next((event for event in events if event["event"] == "val"), None)
+            scored = next((event for event in events if event["event"] in ("val", "final")), None)
         script.kill()
         errors.seek(0)
         text = errors.read().decode(errors="replace")
     if scored is None:
-        raise ValueError(f"scoring failed: {text[-300:] or 'its log has no validation'}")
+        raise ValueError(f"scoring failed: {text[-300:] or 'its log has no score'}")
     if scored_data(events[0]) != scored_data(seed):
         raise ValueError("DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
     return scored["val_bpb"]

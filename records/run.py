@@ -12,14 +12,18 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 
-from claims import check_request, other_seeds
-from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, require_packages, state_of
+from claims import check_division, check_request, other_seeds
+from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, pairs_of, require_packages, state_of
 from events import MAY_DIFFER_BETWEEN_SEEDS
+from log_rules import find_table
+from source_rules import check_script
 from submit import add_arguments, folder_of, submit
 from verify import report
 
@@ -32,25 +36,23 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
     """Run the trainer and return its exit status. SIGTERM is passed on; on Ctrl-C, which the trainer receives itself, wait
     for its checkpoint."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         return process.wait()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def plan_settings(options) -> dict[str, str]:
-    """Return the settings of the runs by name: the base's, then those of the command, and the track's DEVICE. Raises
-    ValueError and OSError."""
+    """Return the settings of the runs by name: the base's, the environment's where the base sets them, those of the
+    command, and the track's DEVICE. Raises ValueError and OSError."""
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
-        settings = {name: str(value) for name, value in submission["settings"].items()}
-    for word in options.settings:
-        name, _, text = word.partition("=")
-        settings[name] = text
+        settings = {name: os.environ.get(name, str(value)) for name, value in submission["settings"].items()}
+    settings |= pairs_of(options.settings)
     allowed = load_track(folder_of(options, time.gmtime())).get("settings", {})
     if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
         settings.setdefault("DEVICE", allowed["DEVICE"][0])
@@ -64,16 +66,25 @@ def check_plan(options, settings: dict[str, str], seeds: list[str]) -> None:
     track = load_track(folder)
     problems = Findings()
     problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
-    problems.check(len(set(seeds)) == len(seeds) and all(re.fullmatch(r"-?\d+", seed) for seed in seeds),
+    problems.check(len(set(seeds)) == len(seeds) and all(re.fullmatch(r"\d+", seed) for seed in seeds),
                    f"--seeds {','.join(seeds)} must be different numbers")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
+    problems += check_script((ROOT / "train_gpt.py").read_text(encoding="utf-8"))
     config, given = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+    problems.check(not config.val_tokens, "VAL_TOKENS scores a part of the validation text")
     names = [*given, "MAX_WALLCLOCK_SECONDS", *track.get("settings", {})]
     planned = {name: getattr(config, name.lower()) for name in names}
     check_request(track, options.division, len(seeds), planned, problems)
     other_seeds(folder, options.base, options.division, problems)
+    if track.get("divisions") and not problems:
+        with chdir(ROOT):
+            _, tokens, val_bytes, digests = train_gpt.load_validation(config)
+        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len}, "val_tokens": len(tokens) - 1, "val_bytes": val_bytes,
+                "data_sha256": digests}
+        seen["table"] = find_table(track["divisions"][options.division]["scored"], seen)
+        check_division(seen, options.division, problems)
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -104,8 +115,10 @@ def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
         if state == "finished":
             print(f"{run_id} has already finished", flush=True)
             continue
-        if state == "begun" and "CHECKPOINT_EVERY" in settings:
+        if state == "begun" and "CHECKPOINT_EVERY" in {**os.environ, **settings}:
             given.setdefault("RESUME", "auto")
+        elif state == "other":  # nor may a later start resume them
+            shutil.rmtree(ROOT / given["OUT_DIR"] / "checkpoints", ignore_errors=True)
         arguments = [f"{name}={text}" for name, text in given.items()]
         measure_machine(run_id, given, environment)
         status = run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment)
@@ -120,7 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--seeds", default="1337,1338,1339", help="numbers, separated by commas")
-    parser.add_argument("--ranks", type=int, default=1, help="processes on this machine, started by torchrun")
+    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N",
+                        help="processes on this machine, started by torchrun")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py")
     options = parser.parse_args()
     if not (options.track and options.name):
@@ -133,13 +147,15 @@ def main() -> None:
         run_ids = run_seeds(options, settings, seeds)
         words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds")
                  if getattr(options, key)]
-        given = train_gpt.load_config([], dict(os.environ))[1].keys() - settings.keys() - MAY_DIFFER_BETWEEN_SEEDS
-        words += [f"{name}={os.environ[name]}" for name in sorted(given)]
+        given = train_gpt.load_config([], dict(os.environ))[1].keys() & os.environ.keys() - MAY_DIFFER_BETWEEN_SEEDS
+        words += [f"{name}={os.environ[name]}" for name in sorted(given - pairs_of(options.settings).keys())]
         if options.ranks > 1:
             words.append(f"--ranks={options.ranks}")
         folder = submit(options, run_ids, f"python records/run.py {shlex.join(words + options.settings)}")
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"run.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("run.py: stopped; run the same command again to continue")
     sys.exit(0 if report(folder) else 1)
 
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from common import Findings
 
-PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken", "wandb"}  # older scripts had wandb
+PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken"}
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
 FORBIDDEN_MODULES = {"builtins", "cffi", "code", "imp", "importlib", "marshal", "pickle", "pkgutil",
                      "runpy", "socket", "urllib", "http"}

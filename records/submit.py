@@ -25,7 +25,7 @@ from common import ROOT, Findings, hardware, load_json, load_track, require_pack
 import plot
 from claims import AUTHORED, NOTES, RULES, make_claims, render, script_difference
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, older_logs, read_events
-from log_rules import read_folder
+from log_rules import is_earlier_part, read_folder
 from verify import SMALL_ARTIFACT, report
 
 
@@ -56,22 +56,21 @@ def write_record(folder: Path, authored: dict) -> None:
 def copy_run(folder: Path, run_id: str) -> None:
     """Copy the logs, the script and a small artifact of a finished run into the folder."""
     text = ROOT / "logs" / f"{run_id}.txt"
-    log = ROOT / "logs" / f"{run_id}.jsonl"
-    last = {event["event"]: event for event in read_events(log)}
+    events = read_events(text.with_suffix(".jsonl"))
+    last = {event["event"]: event for event in events}
     config = last["config"]["config"]
     name = f"train_seed{config['SEED']}"
     if (folder / f"{name}.log").exists():
         raise ValueError(f"{run_id} has the same SEED={config['SEED']} as another run")
-    for source, ending in ((text, ".log"), (log, ".jsonl")):
-        shutil.copy(source, folder / (name + ending))
-        if "resume" in last:
-            for older in older_logs(source):
-                part = older.name.removeprefix(run_id).removesuffix(source.suffix)
-                shutil.copy(older, folder / (name + part + ending))
+    script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]
+    older = [path for path in older_logs(text) if is_earlier_part(path, events, script)] if "resume" in last else []
+    for path in (text, *older):
+        part = path.stem.removeprefix(run_id)  # empty, or the time at which the log was renamed
+        shutil.copy(path, folder / f"{name}{part}.log")
+        shutil.copy(path.with_suffix(".jsonl"), folder / f"{name}{part}.jsonl")
     rates = ROOT / "logs" / f"{run_id}.rates.json"
     if rates.is_file():
         shutil.copy(rates, folder / f"rates_seed{config['SEED']}.json")
-    script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]
     (folder / "train_gpt.py").write_text(script, encoding="utf-8")
     artifact = ROOT / config["OUT_DIR"] / "final_model.int8.ptz"
     if artifact.is_file() and artifact.stat().st_size < SMALL_ARTIFACT:

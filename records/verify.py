@@ -16,16 +16,16 @@ from hashlib import sha256
 from pathlib import Path
 
 import ladder
-from claims import (AUTHORED, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
+from claims import (AUTHORED, RULES, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
                     script_difference)
-from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, load_json, load_track, order_of, record_folders,
-                    require_packages, score)
+from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, deviation, load_json, load_track, order_of,
+                    record_folders, require_packages, score)
 from events import RULE
 from log_rules import read_folder
 from rescore import check_data, check_weights, rerun
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-SEED_FILE = re.compile(r"(train_seed-?\d+)(\.\w+)?\.(log|jsonl)|artifact_seed-?\d+\.int8\.ptz|rates_seed-?\d+\.json")
+SEED_FILE = re.compile(r"train_seed(\d+)(?:\.\w+)?\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz|rates_seed(\d+)\.json")
 OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
 UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 
@@ -35,8 +35,10 @@ UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 
 def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
     """The folder must have its files and no others; artifacts, needed if small and not superseded, must be the logs'."""
+    numbers = {str(seed["seed"]) for seed in seeds}
     for path in sorted(folder.iterdir()):
-        known = path.name in OTHER_FILES or SEED_FILE.fullmatch(path.name)
+        match = SEED_FILE.fullmatch(path.name)
+        known = numbers & {*match.groups()} if match else path.name in OTHER_FILES
         findings.check(known and path.is_file() and not path.is_symlink(),
                        f"{path.name} does not belong in a record")
     for name in ("README.md", "curve.png"):
@@ -108,6 +110,8 @@ def read_submission(folder: Path, findings: Findings) -> dict:
     place = f"{authored['track']}/{authored['date']}_{authored['name']}"
     findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json names {place}, not "
                    f"{folder.parent.name}/{folder.name}")
+    rules = "" if folder.name in load_track(folder).get("first_rules", []) else RULES
+    findings.check(authored["rules"] == rules, f"submission.json: rules is {authored['rules']!r}, not {rules!r}")
     submitted = authored["submitted"]
     findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),
                    f"submission.json: submitted {submitted!r} is not on the date {authored['date']}")
@@ -134,7 +138,8 @@ def verify_record(folder: Path, again: bool = False,
     check_paths(folder, findings)
     if not findings:
         check_texts(folder, submission, findings)
-    notes = [f"{score(computed):.5f} ± {computed['val_bpb_std']:.5f} bits per byte, {count_seeds(seeds)}, at "
+    spread = deviation([score(seed) for seed in seeds])
+    notes = [f"{score(computed):.5f} ± {spread:.5f} bits per byte, {count_seeds(seeds)}, at "
              f"most {computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]

@@ -17,8 +17,8 @@ import pytest
 import torch
 import train_gpt
 from conftest import (REPOSITORY, events, make_shards, micro_batches, read_checkpoint, run_here, run_trainer, tiny_arguments,
-                      tiny_config)
-from test_optim import make_run
+                      tiny_config, write_shard)
+from test_optim import SILENT, make_run
 
 
 def tiny_run(monkeypatch, folder, data, **changes):
@@ -135,6 +135,16 @@ def test_only_the_newest_of_the_run_are_kept(tmp_path, monkeypatch, data):
     assert [path.stem for path in checkpoints(tmp_path / "a")] == ["one_00000008", "one_00000009", "two_00000009"]
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_named(tmp_path, monkeypatch, data, capsys):
+    def unlink(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(train_gpt.Path, "unlink", unlink)
+    tiny_run(monkeypatch, tmp_path / "a", data, CHECKPOINT_EVERY=3, KEEP_CHECKPOINTS=1)
+    assert len(checkpoints(tmp_path / "a")) == 3  # all were written
+    assert re.search("warning: checkpoint of step 6: .*Permission denied: '.*_00000003.pt'", capsys.readouterr().out)
+
+
 def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpointed, tmp_path, monkeypatch, data):
     path = checkpoints(checkpointed)[0]
     with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9$"):
@@ -144,6 +154,10 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     torch.save(state, tmp_path / "silu.pt")
     with pytest.raises(SystemExit, match="it was trained with other settings: this script has no MLP_SILU$"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=tmp_path / "silu.pt")
+    other = make_shards(tmp_path)
+    write_shard(other / "tiny_train_000002.bin", np.arange(256) % 256)
+    with pytest.raises(SystemExit, match="does not fit this run: it read 14000 tokens, but DATA_PATH has 14256$"):
+        tiny_run(monkeypatch, tmp_path / "b", other, RESUME=path)
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
@@ -414,7 +428,7 @@ def test_only_files_of_the_run_are_its_checkpoints_and_the_latest_is_never_delet
               for run_id in ("a", "*", "lr[0.1]")}
     assert listed == {"a": ["a_00000001.pt"], "*": [], "lr[0.1]": ["lr[0.1]_00000002.pt"]}
     run = make_run(out_dir=str(tmp_path), run_id="a", keep_checkpoints=1)
-    run.step = 2
+    run.step, run.loader = 2, SILENT
     train_gpt.save_checkpoint(run)
     assert sorted(path.name for path in folder.glob("a_0*")) == ["a_00000002.pt"]
 
@@ -584,7 +598,7 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     with pytest.raises(SystemExit, match="final_model.int8.ptz could not be written: .*No space left"):
         tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, WARMUP_STEPS=0)
     out = capsys.readouterr().out
-    assert all(f"warning: no checkpoint of step {step}: checkpoints/run_0000000{step}.pt" in out for step in (6, 8, 9))
+    assert all(f"warning: checkpoint of step {step}: checkpoints/run_0000000{step}.pt" in out for step in (6, 8, 9))
     assert [path.stem for path in checkpoints(tmp_path)] == ["run_00000002", "run_00000004"]
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob("final_model*"))
     full[0] = False

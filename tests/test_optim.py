@@ -18,7 +18,7 @@ from log_rules import COMPARED_LINES
 from tiny import make_run
 
 
-SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1)  # a loader for steps that are none
+SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1, tokens=1)  # no steps
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,8 +1,10 @@
 """Record folders: what the tools make is accepted; a claim, log, script or artifact that was changed is not."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +39,7 @@ TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_e
 
 
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
+RUN_SEED = record_run.run_seed  # which the repository of the tests replaces
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +329,7 @@ FORGERIES = {
                                                     "nats better than the weights that it was made from"),
     "a resume without an older log": (lambda f: resumed(f, step=0), "resumed at step 0, but there is no older log"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
+    "an artifact of no seed": (lambda f: (f / "artifact_seed9.int8.ptz").write_bytes(b"x"), "artifact_seed9.int8.ptz does not belong"),
     "a second script": (lambda f: (f / "helper.py").write_text("x = 1"), "helper.py does not belong in a record"),
     "a folder in the folder": (lambda f: (f / "data").mkdir(), "data does not belong in a record"),
     "a best that is not one": (lambda f: claim(f, is_best=True),
@@ -470,9 +474,12 @@ def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
     difference = (records / "script.diff").read_text()  # to the best record before it
     assert difference.startswith(f"--- {base}/train_gpt.py\n") and verify.verify_record(records)[0] == []
-    claim(records, rules="")
+    claim(records, rules="")  # nor can its author choose the first rules, under which there was none
     submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
-    assert not (records / "script.diff").exists() and verify.verify_record(records)[0] == []
+    assert not (records / "script.diff").exists()
+    assert verify.verify_record(records)[0] == ["submission.json: rules is '', not '2'"]
+    track(records, first_rules=[records.name])
+    assert verify.verify_record(records)[0] == []
 
 
 def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
@@ -513,6 +520,8 @@ def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
 def test_a_rerun_hashes_the_data_once(records, monkeypatch):
     pin(records, val_shards_sha256=["0" * 64])
     monkeypatch.setattr(verify, "rerun", lambda *_: "scored")
+    assert any("the val shards that the log names are not" in text for text in verify.verify_record(records)[0])  # it names none
+    monkeypatch.setattr(record_claims, "check_division", lambda *_: None)
     assert verify.verify_record(records)[0] == []
     found, notes = verify.verify_record(records, again=True)
     assert found == ["DATA_PATH=tiny: the val shards on this disk are not the division's"]
@@ -569,7 +578,7 @@ def test_a_script_is_stopped_once_it_has_scored(tmp_path):
     started = time.monotonic()
     assert rescore.score_of_script([sys.executable, "-c", code], "n", {"cwd": tmp_path}, data) == 1.5
     assert time.monotonic() - started < 30
-    with pytest.raises(ValueError, match="scoring failed: its log has no validation"):
+    with pytest.raises(ValueError, match="scoring failed: its log has no score"):
         rescore.score_of_script([sys.executable, "-c", ""], "other", {"cwd": tmp_path}, data)
 
 
@@ -663,6 +672,9 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     settings = dict(RUN_ID="broken", OUT_DIR="logs/broken", CHECKPOINT_EVERY="2", KEEP_CHECKPOINTS="9")
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
     half = next((root / "logs" / "broken" / "checkpoints").glob("*_00000002.pt"))
+    for ending in (".txt", ".jsonl"):  # of an attempt with another script
+        text = (root / "logs" / f"broken{ending}").read_text()
+        (root / "logs" / f"broken.1111111111{ending}").write_text("# Another." + text if ending == ".txt" else text)
     run_here(monkeypatch, root, *tiny_arguments("tiny", **settings, RESUME=half.relative_to(root)))
     monkeypatch.setattr(sys, "argv", ["submit.py", "--track", "track_open", "--name", "Resumed",
                                       "--author", "me", "broken"])
@@ -673,6 +685,7 @@ def test_a_resumed_run_is_a_record_that_says_so(root, monkeypatch):
     text = (folder / "README.md").read_text()
     assert claims(folder)["val_bpb_original"] is None and "original text" not in text and "This is a new best." in text
     older = next(folder.glob("train_seed1337.*.jsonl"))
+    assert len(list(folder.glob("train_seed1337.*.log"))) == 1  # not that of another script
     for path, pattern, wrong, reason in (
             (older, r'"threads": \d+', '"threads": 64', "no older log of this script, these settings and this machine"),
             (folder / "train_seed1337.jsonl", r'("resume", "step": 2, "train_time_ms": )[\d.]+', r"\g<1>0.5",
@@ -718,6 +731,46 @@ def test_a_run_gets_the_device_of_its_track(root, records, monkeypatch):
     assert record_run.plan_settings(options) == {"NUM_LAYERS": "2", "DEVICE": "cpu"}
 
 
+def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monkeypatch):
+    control = next((root / "records" / "track_tiny").glob("*_Control"))
+    options = types.SimpleNamespace(base=f"track_tiny/{control.name}", settings=["MODEL_DIM=64"], track="track_tiny", name="New")
+    monkeypatch.setenv("NUM_LAYERS", "7")
+    monkeypatch.setenv("MODEL_DIM", "7")
+    settings = record_run.plan_settings(options)
+    assert (settings["NUM_LAYERS"], settings["MODEL_DIM"], settings["NUM_HEADS"]) == ("7", "64", "2")
+    assert "SMEAR" not in settings
+
+
+def test_checkpoints_of_an_earlier_run_are_not_resumed(root, monkeypatch):
+    """CHECKPOINT_EVERY may stand in the environment, too."""
+    commands = []
+    monkeypatch.setattr(record_run, "measure_machine", lambda *_: None)
+    monkeypatch.setattr(record_run, "run_seed", lambda command, environment: commands.append(command) or 0)
+    monkeypatch.setenv("CHECKPOINT_EVERY", "500")
+    options = types.SimpleNamespace(track="track_tiny", name="Old", ranks=1)
+    checkpoints = root / "logs" / "Old_seed1" / "checkpoints"
+    for state, resumes, remain in (("begun", True, True), ("other", False, False)):
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(record_run, "state_of", lambda *_, state=state: state)
+        assert record_run.run_seeds(options, {}, ["1"]) == ["Old_seed1"]
+        assert ("RESUME=auto" in commands.pop()) is resumes and checkpoints.exists() is remain
+
+
+def test_signals_are_handled_as_before_once_a_seed_has_ended(monkeypatch):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert RUN_SEED([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ)) == 3
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_what_nvidia_smi_says_when_it_fails_is_no_gpu(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for text, status, names in (("NVIDIA H100 80GB HBM3", 0, ["NVIDIA H100 80GB HBM3"]), ("No devices were found", 6, [])):
+        program.write_text(f"#!/bin/sh\necho {text}\nexit {status}\n")
+        program.chmod(0o755)
+        assert common.gpu_names() == names
+
+
 def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatch):
     settings = dict(part.split("=", 1) for part in tiny_arguments("tiny", SEED="1", RUN_ID="Control_seed1",
                                                                   OUT_DIR="logs/Control_seed1", **CAP))
@@ -745,7 +798,9 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
     (["--division", "other"], "division 'other' must be one of tiny"),
     (["--seeds", "1,2"], "the track asks for 3 seeds"), (["--seeds", "1,2,2"], "--seeds 1,2,2 must be different numbers"),
     (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS=900 must be more than 0 and at most 600"),
-    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "NUM_LAYERS='' is not a whole number"),
+    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
+    (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"), (["DATA_PATH=none"], "DATA_PATH='none' has no *_val_*.bin"),
+    (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
     (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(record_run, "run_seed", lambda *_: pytest.fail("this must not run"))
@@ -754,6 +809,14 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     with pytest.raises(SystemExit) as end:
         record_run.main()
     assert reason in str(end.value)
+
+
+def test_a_script_that_breaks_the_rules_is_found_before_the_runs(root, monkeypatch):
+    monkeypatch.setattr(record_run, "check_script", lambda source: (f"the script of {source.count(chr(10))} lines is refused",))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--track", "track_tiny", "--division", "tiny", "--name", "New",
+                                      *tiny_arguments("tiny", **CAP)])
+    with pytest.raises(SystemExit, match="run.py: the script of [1-9][0-9]+ lines is refused$"):
+        record_run.main()
 
 
 def test_missing_packages_are_named_before_anything_is_read(monkeypatch):
@@ -861,6 +924,20 @@ def test_rungs_that_cannot_be_had_are_skipped(climb, capsys):
     (folder / "ladder.json").write_text(json.dumps({**about, "skipped": {}}))
     with pytest.raises(FileNotFoundError, match="rung08.jsonl"):
         ladder.check_rungs(folder)
+
+
+def test_settings_of_the_environment_are_a_ladders_own(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ladder, "ROOT", tmp_path)
+    monkeypatch.setattr(ladder, "climb", lambda folder, shape, extra: seen.append(extra))
+    monkeypatch.setenv("DATA_PATH", "data/mine")
+    monkeypatch.setenv("BETA2", "0.9")
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "BETA2=0.8"])
+    ladder.main()
+    assert seen == [["BETA2=0.9", "DATA_PATH=data/mine", "BETA2=0.8"]]
+    monkeypatch.setenv("DATA_PATH", "/data/mine")
+    with pytest.raises(SystemExit, match="'DATA_PATH=/data/mine' must be NAME=value, paths relative"):
+        ladder.main()
 
 
 def test_two_ranks_are_skipped_on_one_gpu(climb):

@@ -93,13 +93,14 @@ def test_epochs_are_counted_from_the_first_step(tmp_path, monkeypatch, capsys, l
 
 
 def test_the_artifact_can_be_scored_alone(finished, tmp_path, monkeypatch):
-    """ITERATIONS=0 needs no training data and gives the score that the run ended with."""
+    """ITERATIONS=0 needs no training data and gives the score that the run ended with. It is found once, and not compiled."""
     folder, data, _ = finished
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "tiny_val_000000.bin").write_bytes((data / "tiny_val_000000.bin").read_bytes())
     run_here(monkeypatch, tmp_path, *tiny_arguments(
-        tmp_path / "only", RUN_ID="score", ITERATIONS=0, INIT_FROM=folder / "final_model.int8.ptz"))
-    scored = [event for event in events(tmp_path, "score") if event["event"] == "val"][0]
+        tmp_path / "only", RUN_ID="score", ITERATIONS=0, COMPILE="auto", INIT_FROM=folder / "final_model.int8.ptz"))
+    config, scored = events(tmp_path, "score")
+    assert config["config"]["COMPILE"] == "0" and scored["event"] == "final"
     assert scored["val_loss"] == pytest.approx(events(folder, "run")[-1]["val_loss"], abs=1e-6)
 
 
@@ -241,6 +242,13 @@ def test_untied_clipped_and_accumulated_by_hand(finished, tmp_path, monkeypatch,
     assert "world_size:1 grad_accum_steps:2" in output and "embed_lr:0.6 head_lr:0.008" in output
     losses = [e["val_loss"] for e in events(tmp_path, "run") if e["event"] == "val"]
     assert losses[-1] < losses[0] and len(losses) == 3
+
+
+def test_the_log_names_the_rates_that_adamw_uses(finished, tmp_path, monkeypatch, capsys):
+    _, data, _ = finished
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", OPTIMIZER="adamw", ITERATIONS=1, ADAM_LR=0.001))
+    output = capsys.readouterr().out
+    assert "\ntie_embeddings:True embed_lr:0.001 head_lr:0.0 matrix_lr:0.001 scalar_lr:0.001\n" in output
 
 
 def test_a_log_has_what_its_numbers_can_be_recomputed_from(finished):

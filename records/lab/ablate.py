@@ -29,7 +29,7 @@ import torch.nn.functional as F
 sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
-from common import ROOT, deviation, pairs_of, state_of, table  # noqa: E402
+from common import ROOT, count_cores, deviation, pairs_of, state_of, table  # noqa: E402
 from events import read_events  # noqa: E402
 
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("variations", nargs="+", metavar="'NAME VARIABLE=value ...'")
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--seeds", default="1337,1338", help="numbers, separated by commas")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, which share the cores")
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N", help="runs at the same time, which share the cores")
     parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
     options = parser.parse_args()
@@ -94,7 +94,8 @@ def main() -> None:
             train_gpt.load_config([f"{key}={value}" for key, value in {**settings, "SEED": seed}.items()], {})
     except (OSError, ValueError) as error:
         sys.exit(f"ablate.py: {error}")
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    os.chdir(ROOT)  # to which the paths in the settings are relative
+    threads = max(1, count_cores() // options.jobs)
     pool = ThreadPoolExecutor(options.jobs)
     try:
         logs = list(pool.map(lambda trial: train(*trial, options.seconds, threads), trials))

@@ -196,8 +196,10 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
     variables["ITERATIONS"] = str(skip + (options.steps or steps))
     arguments = [f"{variable}={value}" for variable, value in variables.items()]
     write_data(folder / "data", int(variables.get("VOCAB_SIZE", 1024)), val_tokens)
-    changed = git("status", "--porcelain", "train_gpt.py")
-    checkout = git("rev-parse", "--short", "HEAD").strip() + " and changes" * bool(changed)
+    checkout = "this checkout"
+    if (ROOT / ".git").exists():
+        changed = git("status", "--porcelain", "train_gpt.py")
+        checkout = git("rev-parse", "--short", "HEAD").strip() + " and changes" * bool(changed)
     sides = [(checkout, ROOT / "train_gpt.py", arguments)]
     if options.against:
         script = folder / "train_gpt.py"
