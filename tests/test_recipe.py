@@ -187,7 +187,7 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
         data, **{**RECIPE, "GPTQ_BATCHES": 0}, RUN_ID="score", ITERATIONS=0, OUT_DIR=tmp_path / "c",
         INIT_FROM=tmp_path / "a" / "final_model.int8.ptz"))
     assert "bytes of SIZE_CAP" not in capsys.readouterr().out  # nothing is exported
-    scored = [event for event in events(tmp_path, "score") if event["event"] == "val"][0]
+    scored = [event for event in events(tmp_path, "score") if event["event"] == "final"][0]
     assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
 
 
