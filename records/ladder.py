@@ -55,6 +55,7 @@ RUNGS = [  # name; the settings that it adds
     ("weight decay, fused AdamW", "WEIGHT_DECAY=0.1 FUSED=1"),
     ("gradient accumulation, 4 times", "ACCUMULATE=4"),
     ("two ranks (DDP)", "RANKS=2")]
+VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
 UNTIMED = 10  # steps before those that are timed
 UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.MULTILINE | re.DOTALL)
 
@@ -98,7 +99,7 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
         logs.mkdir()
         for number in range(1, len(RUNGS) + 1):
             name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
-            environment = dict(os.environ)
+            environment = {name: text for name, text in os.environ.items() if name not in VARIABLES}
             if ranks > 1:
                 environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
@@ -203,11 +204,13 @@ def main() -> None:
         if options.report:
             print(report(options.report), end="")
             return
-        folder = ROOT / "records" / "track_speedup_ladder" / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{options.name or options.shape}"
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        folder = ROOT / "records" / "track_speedup_ladder" / f"{date}_{options.name or options.shape}"
         if folder.exists():
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
-        given = train_gpt.load_config([], dict(os.environ))[1]
-        extra = [f"{name}={os.environ[name]}" for name in sorted(given.keys() & os.environ.keys())] + options.settings
+        own = {"RUN_ID", "OUT_DIR", *rung_settings(options.shape, [])[-1][1]}  # which the environment does not change
+        given = sorted((VARIABLES & os.environ.keys()) - own)
+        extra = [f"{name}={os.environ[name]}" for name in given] + options.settings
         for setting in extra:
             if "=" not in setting or "=/" in setting:
                 raise ValueError(f"{setting!r} must be NAME=value, paths relative (example: DATA_PATH=data/x)")

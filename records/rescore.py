@@ -73,7 +73,7 @@ def scored_data(start: dict) -> tuple:
 
 
 def score_of_script(command: list[str], name: str, options: dict, seed: dict) -> float:
-    """Return the bits per byte that the script itself finds. It is stopped then, since older ones score twice.
+    """Return the bits per byte that the script itself finds. It is stopped then, since older scripts score twice.
     Raises ValueError."""
     log = Path(options["cwd"], "logs", f"{name}.jsonl")
     with tempfile.TemporaryFile() as errors, subprocess.Popen(

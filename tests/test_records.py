@@ -861,7 +861,8 @@ class Trainer:
         self.lacks = lacks
         self.runs = []
 
-    def __call__(self, command, cwd, **_):
+    def __call__(self, command, cwd, env=None, **_):
+        assert "WEIGHT_DECAY" not in (env or {})
         settings = dict(word.split("=", 1) for word in command if "=" in word and not word.startswith("--"))
         ranks = 2 if "torch.distributed.run" in command else 1
         for setting, error in self.lacks.items():
@@ -931,16 +932,18 @@ def test_settings_of_the_environment_are_a_ladders_own(tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "ROOT", tmp_path)
     monkeypatch.setattr(ladder, "climb", lambda folder, shape, extra: seen.append(extra))
     monkeypatch.setenv("DATA_PATH", "data/mine")
-    monkeypatch.setenv("BETA2", "0.9")
+    for name in ("BETA2", "WEIGHT_DECAY", "RUN_ID"):  # of rungs, the second not of the first: only arguments change these
+        monkeypatch.setenv(name, "0.9")
     monkeypatch.setattr(sys, "argv", ["ladder.py", "BETA2=0.8"])
     ladder.main()
-    assert seen == [["BETA2=0.9", "DATA_PATH=data/mine", "BETA2=0.8"]]
+    assert seen == [["DATA_PATH=data/mine", "BETA2=0.8"]]
     monkeypatch.setenv("DATA_PATH", "/data/mine")
     with pytest.raises(SystemExit, match="'DATA_PATH=/data/mine' must be NAME=value, paths relative"):
         ladder.main()
 
 
-def test_two_ranks_are_skipped_on_one_gpu(climb):
+def test_two_ranks_are_skipped_on_one_gpu(climb, monkeypatch):
+    monkeypatch.setenv("WEIGHT_DECAY", "0.9")  # no rung may see it
     folder, runs = climb({}, gpus=1)
     assert json.loads((folder / "ladder.json").read_text())["skipped"] == {"two ranks (DDP)": "there is one GPU"}
     assert len(runs) == len(ladder.RUNGS) - 1 and verify.verify_ladder(folder) == ([], [])

@@ -76,7 +76,8 @@ def main() -> None:
     parser.add_argument("variations", nargs="+", metavar="'NAME VARIABLE=value ...'")
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--seeds", default="1337,1338", help="numbers, separated by commas")
-    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N", help="runs at the same time, which share the cores")
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
+                        help="runs at the same time, which share the cores")
     parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
     options = parser.parse_args()
