@@ -64,6 +64,7 @@ fi
 install requirements.txt
 preset=
 vocabulary=1024
+tokenizer=sp1024  # of the speeches
 if [ "${1:-}" = --preset ]; then
   preset=records/presets/${2:-}.env
   if [ ! -e "$preset" ]; then
@@ -72,6 +73,7 @@ if [ "${1:-}" = --preset ]; then
   fi
   shift 2
   vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
+  tokenizer=unigram$vocabulary
 fi
 given=" $* "
 arguments=()
@@ -110,9 +112,9 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
     .venv/bin/python data/download.py --variant "sp$vocabulary" --train-shards 10 || [ $? -ne 130 ]  # Ctrl-C
   fi
   if [ "$(count_fineweb)" -eq 0 ]; then
-    speeches=data/datasets/sotu_sp$vocabulary
+    speeches=data/datasets/sotu_$tokenizer
     [ -e "$speeches/manifest.json" ] ||
-      .venv/bin/python data/prepare.py sotu --tokenizer "sp$vocabulary" --out "$speeches"
+      .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches"
     default "DATA_PATH=$speeches" "TOKENIZER_PATH=$speeches/tokenizer.model"
     if [ "$gpus" -gt 0 ]; then
       echo "FineWeb could not be fetched: training for two minutes on speeches instead"

@@ -152,16 +152,16 @@ def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     stand_in(checkout, "python", """case "$*" in
 *device_count*) echo 2 ;;
-*prepare.py*) mkdir -p data/datasets/sotu_sp2048; touch data/datasets/sotu_sp2048/manifest.json; echo "$*" ;;
+*prepare.py*) mkdir -p data/datasets/sotu_unigram2048; touch data/datasets/sotu_unigram2048/manifest.json; echo "$*" ;;
 *) touch logs/x.txt ;;
 esac""")
     result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh --preset cpu_1mb NUM_LAYERS=2")
     assert result.returncode == 0, result.stderr
-    assert "data/prepare.py sotu --tokenizer sp2048 --out data/datasets/sotu_sp2048" in result.stdout
+    assert "data/prepare.py sotu --tokenizer unigram2048 --out data/datasets/sotu_unigram2048" in result.stdout
     command = next(line for line in result.stdout.splitlines() if line.startswith(".venv/bin/python train_gpt.py")).split()
     names = [word.split("=")[0] for word in command[2:]]
     assert len(names) == len(set(names)) and "MLP_SLOPE" not in names  # it is in the environment
-    assert {"DATA_PATH=data/datasets/sotu_sp2048", "SHIFT_KEYS=1", "MODEL_DIM=192", "NUM_LAYERS=2"} <= set(command)
+    assert {"DATA_PATH=data/datasets/sotu_unigram2048", "SHIFT_KEYS=1", "MODEL_DIM=192", "NUM_LAYERS=2"} <= set(command)
     assert "GRAD_ACCUM_STEPS" not in names and "MAX_WALLCLOCK_SECONDS=597" in command  # not the quick start's 120
     assert "DEVICE=cpu" in command  # the machine has two GPUs, but this preset is for CPUs
     wrong = shell(checkout, "run.sh", "--preset", "nope")
