@@ -52,7 +52,6 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 CHECKPOINT_FORMAT = 3
 NEVER = 1 << 60  # later than any step
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
-REPEATING = ("tiled", "efficient", "math")  # kernels that need keys and values for each query head
 # Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
@@ -526,40 +525,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 class TiledAttention(torch.autograd.Function):
-    """Causal attention of q, k, v (B, H, T, C) for CPUs, with a backward by tiles of queries."""
+    """Causal attention for CPUs, by four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
+    The probabilities are kept in q's type, since to compute them again would take longer."""
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y, log_sums = kernel(q, k, v, is_causal=True)  # log_sums of the exponentials: (B, H, T)
-        ctx.save_for_backward(q, k, v, y, log_sums)
-        return y
+        size = math.ceil(q.size(3) / 4)
+        y, kept = [], []
+        for i, q_i in enumerate(q.chunk(4, dim=3)):  # each of `size`, the last perhaps smaller
+            k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
+            scores = (q_i.flatten(2, 3) @ k_i.mT).float().unflatten(2, q_i.shape[2:4])
+            seen = torch.ones(scores.shape[3:], dtype=torch.bool).tril(i * size)
+            p = (scores * q.size(4) ** -0.5).where(seen, -math.inf).softmax(-1)
+            kept.append(p.to(q.dtype).flatten(2, 3))
+            y.append((kept[i] @ v_i).view_as(q_i))
+        ctx.save_for_backward(q, k, v, *kept)
+        return torch.cat(y, dim=3)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, y, log_sums = ctx.saved_tensors
-        scale = q.size(3) ** -0.5
-        means = (dy.float() * y.float()).sum(3, keepdim=True)
-        size = math.ceil(q.size(2) / 4)
-        tiles = zip(*(t.split(size, dim=2) for t in (q, dy, log_sums[..., None], means)))
+        q, k, v, *kept = ctx.saved_tensors
         dq, dk, dv = [], 0.0, 0.0
-        for i, (q_i, dy_i, log_sum, mean) in enumerate(tiles):
-            k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
-            p = ((q_i @ k_i.mT).float() * scale - log_sum).exp().tril(i * size)
-            ds = (p * ((dy_i @ v_i.mT).float() - mean) * scale).to(q.dtype)
+        for p, q_i, dy_i in zip(kept, q.chunk(4, dim=3), dy.chunk(4, dim=3)):
+            k_i, v_i = k[:, :, :p.size(3)], v[:, :, :p.size(3)]
+            dp = (dy_i.flatten(2, 3) @ v_i.mT).float() * q.size(4) ** -0.5
+            ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).to(q.dtype)
+            dq.append((ds @ k_i).view_as(q_i))
             later_keys = (0, 0, 0, k.size(2) - k_i.size(2))
-            dq.append(ds @ k_i)
-            dk = dk + F.pad(ds.mT @ q_i, later_keys).float()
-            dv = dv + F.pad(p.to(q.dtype).mT @ dy_i, later_keys).float()
-        return torch.cat(dq, dim=2), dk.to(q.dtype), dv.to(q.dtype)
+            dk = dk + F.pad(ds.mT @ q_i.flatten(2, 3), later_keys).float()
+            dv = dv + F.pad(p.mT @ dy_i.flatten(2, 3), later_keys).float()
+        return torch.cat(dq, dim=3), dk.to(q.dtype), dv.to(q.dtype)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
-    groups = q.size(1) // k.size(1)
-    if groups > 1 and kernel in REPEATING:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if kernel == "tiled" and q.size(2) == k.size(2):
-        return TiledAttention.apply(q, k, v)
-    grouped = q.size(1) != k.size(1)
+        return TiledAttention.apply(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
+    if q.size(1) > k.size(1) and kernel in ("tiled", "efficient", "math"):  # they know no groups
+        k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+    grouped = q.size(1) > k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
 
 def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
@@ -695,8 +697,7 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
-        x = x0.view_as(x0)  # a new object; else the first block is compiled separately
-        pushed = []
+        x, pushed = x0, []
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
@@ -715,8 +716,10 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, 0-d float32 in nats, of targets (B, T) that are not -1."""
         logits = self.logits(x)
-        is_target = torch.arange(logits.size(-1), device=x.device) == targets[..., None]
-        nats = logits.logsumexp(-1) - logits.where(is_target, 0).sum(-1)
+        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=x.device)
+        is_safe = self.config.logit_softcap <= 64  # without the largest logit, which takes a pass
+        log_sum = logits.exp().sum(-1).log() if is_safe else logits.logsumexp(-1)
+        nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
         counted = targets >= 0
         return (nats * counted).sum() / counted.sum()
 
@@ -745,8 +748,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
     kernels = ["flash", "cudnn", "efficient", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels = ["cudnn", "flash", "efficient", "math"]  # cuDNN is 1.6 times as fast there
-    elif (device.type, config.dtype, config.compile) == ("cpu", "bfloat16", "1"):
-        kernels = ["tiled", *kernels] if config.train_seq_len <= 1024 else kernels
+    elif (device.type, config.compile) == ("cpu", "1") and config.train_seq_len <= 1024:
+        kernels = ["tiled", *kernels]
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
@@ -1383,10 +1386,7 @@ def train(run: Run) -> None:
 def compile_model(run: Run, required: bool) -> None:
     """Compile the model. If that fails, it stays eager; if `required`, ValueError is raised."""
     model = run.model
-    for part in [model] if run.ranks.device.type == "cuda" else model.blocks:  # starts sooner
-        part.compile(dynamic=False, fullgraph=True)
-    if run.ranks.device.type != "cuda":
-        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    model.compile(dynamic=False, fullgraph=True)
     try:
         model(*run.loader.batches(0)[0]).backward()
     except Exception as error:  # compilers fail in many ways
