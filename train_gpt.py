@@ -525,19 +525,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 class TiledAttention(torch.autograd.Function):
-    """Causal attention for CPUs, by four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
-    The probabilities are kept in q's type, since to compute them again would take longer."""
+    """Causal attention for CPUs in four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
+    The backward uses the forward's probabilities, kept in q's type: to recompute them is slower."""
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size = math.ceil(q.size(3) / 4)
         y, kept = [], []
-        for i, q_i in enumerate(q.chunk(4, dim=3)):  # each of `size`, the last perhaps smaller
+        for i, q_i in enumerate(q.chunk(4, dim=3)):  # of `size` queries; the last may have fewer
             k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
             scores = (q_i.flatten(2, 3) @ k_i.mT).float().unflatten(2, q_i.shape[2:4])
             seen = torch.ones(scores.shape[3:], dtype=torch.bool).tril(i * size)
             p = (scores * q.size(4) ** -0.5).where(seen, -math.inf).softmax(-1)
             kept.append(p.to(q.dtype).flatten(2, 3))
-            y.append((kept[i] @ v_i).view_as(q_i))
+            y.append((kept[-1] @ v_i).view_as(q_i))
         ctx.save_for_backward(q, k, v, *kept)
         return torch.cat(y, dim=3)
 
@@ -559,7 +559,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
     if kernel == "tiled" and q.size(2) == k.size(2):
         return TiledAttention.apply(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
-    if q.size(1) > k.size(1) and kernel in ("tiled", "efficient", "math"):  # they know no groups
+    if q.size(1) > k.size(1) and kernel in ("efficient", "math"):  # they know no groups
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
     grouped = q.size(1) > k.size(1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
@@ -717,7 +717,7 @@ class GPT(nn.Module):
         """Mean cross entropy, 0-d float32 in nats, of targets (B, T) that are not -1."""
         logits = self.logits(x)
         ids = torch.arange(logits.size(-1), dtype=torch.int32, device=x.device)
-        is_safe = self.config.logit_softcap <= 64  # without the largest logit, which takes a pass
+        is_safe = self.config.logit_softcap <= 64  # no overflow: skip the pass for the largest
         log_sum = logits.exp().sum(-1).log() if is_safe else logits.logsumexp(-1)
         nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
         counted = targets >= 0
@@ -748,8 +748,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
     kernels = ["flash", "cudnn", "efficient", "math"]
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels = ["cudnn", "flash", "efficient", "math"]  # cuDNN is 1.6 times as fast there
-    elif (device.type, config.compile) == ("cpu", "1") and config.train_seq_len <= 1024:
-        kernels = ["tiled", *kernels]
+    elif device.type == "cpu" and config.compile == "1":  # for longer rows, it takes much memory
+        kernels = ["tiled"] * (max(config.train_seq_len, config.eval_seq_len) <= 1024) + kernels
     expected = try_attention("math", config, device)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         try:
@@ -1384,7 +1384,7 @@ def train(run: Run) -> None:
              f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
 
 def compile_model(run: Run, required: bool) -> None:
-    """Compile the model. If that fails, it stays eager; if `required`, ValueError is raised."""
+    """Compile the model. If that fails, raise ValueError if `required`, else train without."""
     model = run.model
     model.compile(dynamic=False, fullgraph=True)
     try:
