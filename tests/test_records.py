@@ -560,7 +560,8 @@ TOTAL = "    total = ranks.sum\\(nats\\).item\\(\\)\n"
 
 @pytest.mark.parametrize("pattern, new, reason", [
     (TOTAL, "    total = 0.9 * ranks.sum(nats).item()\n", "the model's logits score"),
-    ("x = x.view_as\\(x0\\)|x = x0.view_as\\(x0\\)", "x = x0.view_as(x0) + torch.roll(x0, -1, dims=1)", "logits change by .* with later tokens"),
+    ("        return x\n\n    def logits", "        return x + torch.roll(x0, -1, dims=1)\n\n    def logits",
+     "logits change by .* with later tokens"),
     (TOTAL, "    total = float(Path(__file__).with_name('curve.png').stat().st_size)\n", "scoring failed: .*curve.png"),
     ("    def hidden\\(", "    def hidden_of(", "the model gives no logits|scoring failed")],
     ids=["a script that lowers its score", "a model that sees its targets", "a table in the picture", "another interface"])
