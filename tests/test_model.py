@@ -212,6 +212,19 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
+@pytest.mark.parametrize("cap", [10, 64, 65, 1000])  # up to 64, the loss adds exponentials as they are
+def test_the_loss_is_the_cross_entropy_for_logits_as_large_as_the_cap(cap):
+    model = train_gpt.GPT(tiny_config(logit_softcap=cap))
+    torch.nn.init.normal_(model.tok_emb.weight, std=cap, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 32, model.config.model_dim, generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(0, model.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(2))
+    targets[0, :5] = -1
+    logits = model.logits(x)
+    assert logits.max() > 0.99 * cap
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(model.loss(x, targets), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 61, 128, 130])  # four tiles, even, uneven or fewer
 def test_tiled_attention_computes_what_the_math_kernel_does(kv_heads, length):
