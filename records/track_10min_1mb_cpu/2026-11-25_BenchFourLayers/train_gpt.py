@@ -1,0 +1,1499 @@
+"""Train the best language model you can within a size limit and a time limit.
+
+    python train_gpt.py --help                              every variable, its default and unit
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: "Training Opt Seq4096"
+    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz      score only
+
+Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
+T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
+"""
+import ctypes
+import difflib
+import gc
+import inspect
+import io
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, its defaults would hold a group
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# ---- Configuration -----------------------------------------------------------------------------
+STARTED = time.monotonic()  # after the imports
+SHARD_START = [20240520, 1]  # magic number and version
+HEADER_BYTES = 1024  # in front of a shard's tokens
+JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is used again
+POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
+         (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
+INT8_FORMAT = "int8_clean_per_row_v1"
+CHECKPOINT_FORMAT = 3
+NEVER = 1 << 60  # later than any step
+SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
+# Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
+LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
+SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH"}  # clusters and containers set these
+PERHAPS_FOREIGN = {"DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"}  # or these
+CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+           "skip_weight,skip_weights")
+
+def require(condition, message: str) -> None:
+    """Raise ValueError with a message for the user unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
+    """A field of Config. Kind "free": may change on resume; "kept": is in artifacts."""
+    return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
+
+free = partial(var, kind="free")
+kept = partial(var, kind="kept")
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run. A field is the variable of the same name in capitals."""
+    # Run and data
+    run_id: str = free("", "name of the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
+    out_dir: str = free(".", "folder for final_model.pt, final_model.int8.ptz and checkpoints/")
+    init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
+    tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
+    tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
+    loader: str = var("sequential", "order of the training text", "sequential|shuffled")
+    overfit: bool = var(False, "train on the first batch again and again")
+    # Device
+    device: str = free("auto", "where to train; auto: the first available", "auto|cuda|mps|cpu")
+    dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
+    matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
+    compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
+    attn: str = free("auto", "kernel; auto: first that runs; tiled: for CPUs",
+                     "auto|flash|cudnn|efficient|math|tiled")
+    # Length, validation and log
+    iterations: int = free(20000, "train for at most N steps")
+    max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
+    warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
+    warmdown_iters: int = var(3000, "lower the rates in N steps to the cap or the end", low=-1e9)
+    train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
+    train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
+    grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
+    micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
+    val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
+    val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
+    val_tokens: int = free(0, "validate on the first N tokens, for a quick look; 0: on all")
+    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
+    eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
+    train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
+    # Model
+    vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
+    vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
+    num_layers: int = kept(9, "blocks; the first half feeds skips to the second", low=1)
+    model_dim: int = kept(512, "width of the residual stream", low=1)
+    num_heads: int = kept(8, "query heads, which share MODEL_DIM", low=1)
+    num_kv_heads: int = kept(4, "key/value heads; must divide NUM_HEADS", low=1)
+    mlp_mult: int = kept(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
+    tie_embeddings: bool = kept(True, "use one table for input and output")
+    rope_base: float = kept(10000.0, "base of the rotary frequencies", low=1)
+    logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3)
+    qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
+    tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
+    init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
+    mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
+    rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
+    shift_keys: bool = kept(False, "shift a part of each key by one token")
+    exclusive_attn: bool = kept(False, "project a token's own value out of its output")
+    smear: bool = kept(False, "add a learned share of the token before to each embedding")
+    embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
+    # Optimizers
+    optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
+    adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
+    embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
+    head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
+    tied_embed_lr: float = var(0.03, "learning rate of a tied embedding, with Muon")
+    matrix_lr: float = var(0.02, "learning rate of the blocks' matrices, with Muon")
+    scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
+    muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
+    muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
+    muon_polar: bool = var(False, "rows of one norm, Polar Express's coefficients")
+    muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
+    muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
+    beta1: float = var(0.9, "Adam's decay of the first moment")
+    beta2: float = var(0.95, "Adam's decay of the second moment")
+    adam_eps: float = var(1e-8, "Adam's epsilon")
+    fused: bool = var(True, "run Adam in one kernel (never on MPS)")
+    weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
+    lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
+    lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
+    warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
+    min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
+    grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
+    # Checkpoints
+    checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
+    keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
+    resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
+    # Export
+    control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
+    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors in float32")
+    int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
+    export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
+    embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
+    export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
+    gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
+    export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
+    size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, low = getattr(self, f.name), f.metadata["low"]
+            require(f.type not in (int, float) or low <= value < 2**63,
+                    f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
+        require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
+        heads = self.num_heads
+        require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
+                f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
+        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < self.model_dim,
+                f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
+        require(heads % self.num_kv_heads == 0,
+                f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        length = self.eval_seq_len or self.train_seq_len
+        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} exceeds {length}")
+        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
+
+KEPT = ["TOKENIZER_PATH", *(f.name.upper() for f in fields(Config) if f.metadata["kind"] == "kept")]
+
+def parse_value(f, text: str):
+    """The value of a field that is written as `text`. Raises ValueError."""
+    name = f.name.upper()
+    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
+    if name == "ATTN" and text == "blocks":  # its name in older presets
+        return "tiled"
+    if choices:
+        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
+        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
+    try:
+        return f.type(text)
+    except ValueError:
+        wanted = "a whole number" if f.type is int else "a number"
+        raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
+
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """The configuration; the text and origin of what was set. Raises ValueError."""
+    known = {f.name.upper(): f for f in fields(Config)}
+    given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        given[name] = (text, "argument")
+    path = given.get("INIT_FROM", ("",))[0]
+    given = {name: (text, path) for name, text in read_description(path).items()} | given
+    for name in given.keys() - known.keys():
+        text, place = given[name]
+        cutoff = 0.6 if place == "argument" else 0.85
+        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        message = f"{name}={text!r} ({place}) is not a variable of this script; {hint}"
+        require(place == "environment" and (not near or name in PERHAPS_FOREIGN), message)
+        if near:
+            print(f"warning: {message}", file=sys.stderr)
+    texts = {name: given[name] for name in given if name in known}
+    values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
+    control = values.get("control_tensor_name_patterns", CONTROL)
+    values.setdefault("int8_keep_float_fp32_name_patterns", control)
+    return Config(**values), texts
+
+def print_help() -> None:
+    """Print every variable, under the headings that are comments in the source of Config."""
+    print(__doc__)
+    known = {f.name: f for f in fields(Config)}
+    for line in inspect.getsource(Config).splitlines():
+        if f := known.get(line.strip().partition(":")[0]):
+            print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
+        elif line.startswith("    # "):
+            print(f"{line.strip(' #')}:")
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the comma-separated patterns is part of the tensor's name."""
+    return any(pattern and pattern in name for pattern in patterns.split(","))
+
+# ---- Ranks and device --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among all, and collectives: the largest values, an in-place sum."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def max(self, *values: float) -> list[float]:
+        if self.world_size == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def now_ms(self) -> float:
+        if self.device.type != "cpu":  # wait until its queue is empty
+            torch.accelerator.synchronize()
+        return 1000 * time.perf_counter()
+
+def find_ranks() -> list[int]:
+    """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
+    env = os.environ
+    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if set(n) <= env.keys()), [])
+    if not names:
+        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of torchrun's "
+                "variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        if int(env.get("SLURM_NTASKS", 1)) > 1:
+            print("warning: one process; srun starts SLURM_NTASKS", file=sys.stderr)
+        return [0, 1, 0, 1]
+    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's can be "4(x2)"
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
+    if not address and Path(env.get("PBS_NODEFILE", "")).is_file():
+        address = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()[0]
+    nodes = env.get("SLURM_STEP_NODELIST" if "SLURM_PROCID" in names else "SLURM_JOB_NODELIST", "")
+    address = address or re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # "n[07-08],n11"
+    require(address, "MASTER_ADDR must be set to the address of rank 0's machine")
+    env["MASTER_ADDR"] = address
+    env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
+    return numbers
+
+def start_ranks(config: Config) -> Ranks:
+    """Choose the device and join the process group. Raises ValueError."""
+    rank, world_size, local_rank, local_size = find_ranks()
+    has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
+    kind = usable[0] if config.device == "auto" else config.device
+    require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # by the user
+    if config.device == "auto" and kind == "cpu" and not hidden and shutil.which("nvidia-smi"):
+        require("GPU 0" not in subprocess.getoutput("nvidia-smi -L"), f"torch {torch.__version__} "
+                "cannot use the GPUs here; install a build for their driver, or set DEVICE=cpu")
+    if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
+        local_rank %= torch.cuda.device_count()
+    device = torch.device(kind, local_rank if kind == "cuda" else None)
+    if kind == "cuda":
+        require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
+        torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: the heap holds everything
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keeps it, a fifth faster
+    if world_size > 1:
+        store = None  # torchrun's outlives the ranks that it starts again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=world_size, device_id=device if kind == "cuda" else None)
+    return Ranks(rank, world_size, device)
+
+def bfloat16_is_native(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and has_units
+
+# ---- Log ---------------------------------------------------------------------------------------
+class RunLog:
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
+    def __init__(self, run_id: str, source: str, is_main: bool):
+        self.is_main = is_main
+        if not is_main:
+            return
+        Path("logs").mkdir(exist_ok=True)
+        stamp = time.time_ns()
+        paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
+        for path in filter(Path.exists, paths):  # the logs of two runs never mix in one file
+            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
+        self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
+        print(paths[0], flush=True)
+        smi = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else ""
+        self.write(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
+
+    def write(self, file, text: str) -> None:
+        try:
+            print(text, file=file, flush=True)
+        except OSError as error:  # a full disk must not stop the training
+            warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
+
+    def line(self, text: str) -> None:
+        if self.is_main:
+            self.write(sys.stdout, text)
+            self.write(self.text, text)
+
+    def event(self, event: str, form: str = "", **values) -> None:
+        """Write values to the .jsonl and, if there is a form, a line that shows some of them."""
+        if self.is_main:
+            elapsed = round(time.monotonic() - STARTED, 3)
+            self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
+        if form:
+            self.line(form.format(**values))
+
+# ---- Data and bytes ----------------------------------------------------------------------------
+def find_shards(config: Config, split: str) -> list[Path]:
+    """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
+    files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; a small set: python "
+            f"data/prepare.py sotu --tokenizer sp{config.vocab_size} --out data/datasets/sotu")
+    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
+    require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
+    return files
+
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
+    header = np.fromfile(path, dtype="<i4", count=3).tolist()
+    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard: it "
+            f"starts with the integers {header}, not with {SHARD_START} and the number of tokens")
+    size = path.stat().st_size
+    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} bytes "
+            f"do not match {header[2]} tokens; make or download it again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
+    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
+
+class TokenLoader:
+    """The training shards as one endless sequence. What a step reads follows from its number."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        self.files = find_shards(config, "train")
+        self.shards = [open_shard(path) for path in self.files]  # ids: checked when read
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.tokens = int(self.ends[-1])
+        self.rows = (self.tokens - 1) // config.train_seq_len
+        require(self.rows, f"DATA_PATH={config.data_path!r} has {self.tokens} training tokens, too "
+                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+        self.shuffled = config.loader == "shuffled"
+        spans = config.grad_accum_steps * ranks.world_size
+        self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
+        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
+        self.epoch_tokens = self.rows * self.length if self.shuffled else self.tokens
+        self.pieces = config.train_batch_tokens // self.length  # of a step; spans or shuffled rows
+        self.step_tokens = self.pieces * self.stride
+        self.batches(0)  # shards of another vocabulary are found before training
+
+    def start(self, piece: int) -> int:
+        """The position of a piece's first token; pieces are counted from the first step on."""
+        piece = piece % self.pieces if self.config.overfit else piece
+        if not self.shuffled:
+            return piece * self.stride % self.tokens
+        epoch, place = divmod(piece, self.rows)
+        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.stride
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens (uint16) from position `start`. Raises ValueError as check_ids does."""
+        parts = []
+        while count > 0:
+            start %= self.tokens
+            index = int(np.searchsorted(self.ends, start, side="right"))
+            to_end = int(self.ends[index]) - start
+            part = self.shards[index][-to_end:][:count]
+            parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step, from 0 on: inputs and targets (B, T), int64."""
+        first = step * self.pieces
+        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
+        texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
+        ids = torch.from_numpy(pairs.astype(np.int64))
+        ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
+        ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
+        rows = self.config.micro_batch_tokens // self.config.train_seq_len
+        return list(zip(*(part.split(rows) for part in ids)))  # all of one size
+
+@lru_cache(maxsize=2)  # a step can end in the next epoch
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
+    """The tokenizer's kind; UTF-8 bytes per token, uint16 (V, 2), column 1 after a boundary token;
+    which tokens are boundaries, bool (V,). Raises ValueError if it cannot be read."""
+    path = config.tokenizer_path
+    after_boundary = boundary = None
+    try:
+        if path == "byte260":
+            kind = "byte"
+            lengths = [0] * 4 + [1] * 256
+        elif path.endswith(".model"):
+            import sentencepiece
+            kind = "sentencepiece"
+            model = sentencepiece.SentencePieceProcessor(model_file=path)
+            ids = range(model.vocab_size())
+            boundary = [model.is_control(i) for i in ids]
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
+            pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
+                after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
+        elif path.endswith(".json"):
+            vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind = vocabulary["kind"]
+            lengths = [len(token.encode("latin-1")) for token in vocabulary["tokens"]]
+        else:
+            import tiktoken
+            kind = "tiktoken"
+            require(path in tiktoken.list_encoding_names(), "use a *.model file, byte260 or gpt2")
+            encoding = tiktoken.get_encoding(path)
+            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except Exception as error:  # a missing package, a missing or damaged file
+        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
+            f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
+    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
+    return kind, table, np.array(boundary or [False] * len(lengths))
+
+def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
+    """The tokenizer's kind; tokens, uint16, full rows and one token; UTF-8 bytes of the targets;
+    the manifest's SHA-256 of the shards. Raises ValueError if the manifest's counts differ."""
+    tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
+                             for path in find_shards(config, "val")])
+    kind, table, boundary = load_byte_table(config)
+    rows = (len(tokens) - 1) // config.train_seq_len
+    require(rows, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few "
+            f"for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+    first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
+    found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
+    path = Path(config.data_path, "manifest.json")
+    try:
+        splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
+        wanted = [splits.get("val", {}).get("tokens", found[0]),
+                  splits.get("val", {}).get("decoded_bytes", found[1])]
+        digests = {shard["file"]: shard.get("sha256")
+                   for split in splits.values() for shard in split.get("shards", [])}
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+    require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
+            f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+    wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
+    end = min(rows, wanted_rows) * config.train_seq_len
+    return kind, tokens[:end + 1], int(target_bytes[:end].sum(dtype=np.int64)), digests
+
+# ---- Model -------------------------------------------------------------------------------------
+def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+    """gain * x / sqrt(mean(x^2)) over the last dimension, with float32's epsilon in every type."""
+    factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
+    return (x * (factors * gain)).to(x.dtype)  # factors are few: the gain's gradient costs little
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) in two halves; cos, sin (T, 1, C/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+class TiledAttention(torch.autograd.Function):
+    """Causal attention for CPUs in four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
+    The backward uses the forward's probabilities, kept in q's type: to recompute them is slower."""
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size = math.ceil(q.size(3) / 4)
+        y, kept = [], []
+        for i, q_i in enumerate(q.chunk(4, dim=3)):  # of `size` queries; the last may have fewer
+            k_i, v_i = k[:, :, :(i + 1) * size], v[:, :, :(i + 1) * size]
+            scores = (q_i.flatten(2, 3) @ k_i.mT).float().unflatten(2, q_i.shape[2:4])
+            seen = torch.ones(scores.shape[3:], dtype=torch.bool).tril(i * size)
+            p = (scores * q.size(4) ** -0.5).where(seen, -math.inf).softmax(-1)
+            kept.append(p.to(q.dtype).flatten(2, 3))
+            y.append((kept[-1] @ v_i).view_as(q_i))
+        ctx.save_for_backward(q, k, v, *kept)
+        return torch.cat(y, dim=3)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *kept = ctx.saved_tensors
+        dq, dk, dv = [], 0.0, 0.0
+        for p, q_i, dy_i in zip(kept, q.chunk(4, dim=3), dy.chunk(4, dim=3)):
+            k_i, v_i = k[:, :, :p.size(3)], v[:, :, :p.size(3)]
+            dp = (dy_i.flatten(2, 3) @ v_i.mT).float() * q.size(4) ** -0.5
+            ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).to(q.dtype)
+            dq.append((ds @ k_i).view_as(q_i))
+            later_keys = (0, 0, 0, k.size(2) - k_i.size(2))
+            dk = dk + F.pad(ds.mT @ q_i.flatten(2, 3), later_keys).float()
+            dv = dv + F.pad(p.mT @ dy_i.flatten(2, 3), later_keys).float()
+        return torch.cat(dq, dim=3), dk.to(q.dtype), dv.to(q.dtype)
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
+    if kernel == "tiled" and q.size(2) == k.size(2):
+        return TiledAttention.apply(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
+    if q.size(1) > k.size(1) and kernel in ("efficient", "math"):  # they know no groups
+        k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+    grouped = q.size(1) > k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
+
+def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
+    """x (B, T, ...) of the token before; for the first, zero or what the cache has."""
+    if cache is None:
+        return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+    x = torch.cat((cache.get(name, torch.zeros_like(x[:, :1])), x), dim=1)
+    cache[name] = x[:, -1:]
+    return x[:, :-1]
+
+def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
+    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several together."""
+    weights = [layer.weight for layer in layers]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    if scale is not None:
+        weight = weight * scale[:, None]  # smaller than the output
+    if layers[0].gram is not None:  # calibrate() is watching
+        rows = x.flatten(0, -2).float()
+        gram = rows.mT @ rows
+        for layer in layers:
+            layer.gram = layer.gram + gram
+    return F.linear(x, weight.to(x.dtype))
+
+class Attention(nn.Module):
+    """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
+    def __init__(self, config: Config):
+        super().__init__()
+        width = config.model_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.config = config
+        self.c_q = nn.Linear(width, width, bias=False)
+        self.c_k = nn.Linear(width, kv_width, bias=False)
+        self.c_v = nn.Linear(width, kv_width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
+        qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
+        q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
+        if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
+            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
+            fast = self.config.rope_dims // 2 or pairs.size(4) // 2
+            slow = token_before(pairs[..., fast:], cache, "last_key")
+            k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
+        q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
+        k = rotate(rms_norm(k), cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
+        if cache is not None:
+            k = cache["k"] = torch.cat((cache.get("k", k[:, :, :0]), k), dim=2)
+            v = cache["v"] = torch.cat((cache.get("v", v[:, :, :0]), v), dim=2)
+        y = causal_attention(q, k, v, self.config.attn)
+        if self.config.exclusive_attn:  # arXiv:2603.09078
+            own = rms_norm(v[:, :, -y.size(2):])[:, :, None]
+            y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
+            y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
+        return linear(y.transpose(1, 2).flatten(2), self.proj, scale=scale)
+
+class MLP(nn.Module):
+    """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = nn.Linear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+        self.slope = config.mlp_slope
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = F.leaky_relu(linear(x, self.fc), self.slope).square()
+        return linear(hidden, self.proj, scale=scale)
+
+class Block(nn.Module):
+    """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+        ones = torch.ones(config.model_dim)
+        self.attn_scale = nn.Parameter(ones.clone())
+        self.mlp_scale = nn.Parameter(ones.clone())
+        self.resid_mix = nn.Parameter(torch.stack((ones, 0 * ones)))
+
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+        mix = self.resid_mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale, cache)
+        return x + self.mlp(rms_norm(x), self.mlp_scale)
+
+class GPT(nn.Module):
+    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out."""
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
+        rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        tied = config.tie_embeddings
+        self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
+        self.half = config.num_layers // 2
+        ones = torch.ones(self.half, config.model_dim)
+        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs gradients
+        half_head = config.model_dim // config.num_heads // 2
+        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
+        self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
+        for name, p in self.named_parameters():
+            if config.init == "gpt2" and name.endswith(".weight"):
+                depth = 2 * config.num_layers if ".proj." in name else 1  # Radford et al. 2019
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name == "lm_head.weight" or ".proj." in name:
+                nn.init.zeros_(p)
+            elif tied and name == "tok_emb.weight":
+                nn.init.normal_(p, std=config.tied_embed_init_std)
+        if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
+            for tensor in (*self.parameters(), frequencies):
+                tensor.data.copy_(tensor.data.bfloat16())
+            if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
+                self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
+        length = max(config.train_seq_len, config.eval_seq_len)
+        angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
+        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
+        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        self.apply(lambda module: setattr(module, "gram", None))
+
+    def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
+        """The last block's output (B, T, D). To add tokens, pass `caches` again, a dict a block."""
+        caches = caches or [None] * len(self.blocks)
+        seen = caches[0]["k"].size(2) if caches[0] else 0
+        end = seen + tokens.size(1)
+        assert not seen or end == seen + 1, "a cached text grows token by token"
+        assert end <= self.rotary.size(1), f"{end} tokens are too many; set EVAL_SEQ_LEN={end}"
+        cos, sin = self.rotary[:, seen:end].to(self.compute_dtype)
+        x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
+        if self.smear is not None:  # across documents, too (modded-nanogpt#130)
+            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
+        x, pushed = x0, []
+        for i, block in enumerate(self.blocks):
+            if i >= self.half and pushed:
+                x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
+            x = block(x, x0, cos, sin, caches[i])
+            if i < self.half:
+                pushed.append(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
+        head = self.tok_emb if self.lm_head is None else self.lm_head
+        cap = self.config.logit_softcap
+        logits = linear(rms_norm(x), head).float()
+        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, 0-d float32 in nats, of targets (B, T) that are not -1."""
+        logits = self.logits(x)
+        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=x.device)
+        is_safe = self.config.logit_softcap <= 64  # no overflow: skip the pass for the largest
+        log_sum = logits.exp().sum(-1).log() if is_safe else logits.logsumexp(-1)
+        nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
+        counted = targets >= 0
+        return (nats * counted).sum() / counted.sum()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.hidden(tokens), targets)
+
+def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
+    """Enable one attention kernel alone; return its output and gradients for a random row."""
+    for name in SDPA:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
+    most = 2048 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = values.to(device, getattr(torch, config.dtype))
+    inputs = [part.detach().requires_grad_() for part in values.split(heads, dim=1)]
+    with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
+        y = causal_attention(*inputs, kernel)
+        y.backward(y.detach())
+    return [y.detach(), *(x.grad for x in inputs)]
+
+def choose_attention(config: Config, device: torch.device) -> str:
+    """Enable ATTN, or the first kernel that agrees with math. Raises ValueError if none does."""
+    if device.type == "mps":  # MPS has one kernel of its own, and no switches
+        return "math"
+    kernels = ["flash", "cudnn", "efficient", "math"]
+    if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        kernels = ["cudnn", "flash", "efficient", "math"]  # cuDNN is 1.6 times as fast there
+    elif device.type == "cpu" and config.compile == "1":  # for longer rows, it takes much memory
+        kernels = ["tiled"] * (max(config.train_seq_len, config.eval_seq_len) <= 1024) + kernels
+    expected = try_attention("math", config, device)
+    for kernel in kernels if config.attn == "auto" else [config.attn]:
+        try:
+            results = try_attention(kernel, config, device)
+        except Exception as error:  # kernels and packages refuse in many ways
+            reason = str(error)
+            continue
+        differences = [float((x - wanted).float().norm() / wanted.float().norm())
+                       for x, wanted in zip(results, expected)]
+        if all(difference < 0.05 for difference in differences):  # 0.005 in bfloat16 on a CPU
+            return kernel
+        reason = f"it differs from the math kernel: {differences}"
+        print(f"warning: attention kernel {kernel} is not used: {reason}", file=sys.stderr)
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width "
+                     f"{config.model_dim // config.num_heads} here: {reason}; try ATTN=auto")
+
+# ---- Optimizers --------------------------------------------------------------------------------
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
+    """Move the singular values of matrices (N, rows, columns) close to 1 by Newton-Schulz steps in
+    bfloat16, multiplied in `compute` (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
+    x = updates.bfloat16()
+    margin = 1.0 if table is JORDAN else 1.02  # steeper steps diverge a little above 1
+    x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    is_tall = x.size(1) > x.size(2)
+    x = x.mT if is_tall else x
+    for i in range(steps):
+        a, b, c = table[min(i, len(table) - 1)]
+        x = x.to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
+        x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
+    return x.mT if is_tall else x
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum, kept for matrices of one shape as one tensor (N, rows, columns)."""
+    def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
+        super().__init__(groups, {"momentum": config.muon_momentum})
+        self.ranks, self.steps = ranks, config.muon_backend_steps
+        self.table = POLAR if config.muon_polar else JORDAN
+        slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
+        self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
+        self.banks = {}  # matrices by their shape
+        for p in self.param_groups[0]["params"]:
+            self.banks.setdefault(p.shape, []).append(p)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        for shape, params in self.banks.items():
+            grads = torch.stack([p.grad for p in params])
+            state = self.state[params[0]]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(grads)
+            momentum = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(grads)
+            share = math.ceil(len(params) / self.ranks.world_size)  # last ranks may have fewer
+            mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
+            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            if self.table is POLAR:
+                updates = F.normalize(updates, dim=2)
+            updates = orthogonalize(updates, self.steps, self.compute, self.table)
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5
+            if self.ranks.world_size > 1:
+                part = updates.contiguous()
+                updates = part.new_empty(share * self.ranks.world_size, *shape)
+                gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
+                gather(updates, part)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
+
+def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). No vector decays."""
+    rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
+             "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
+    if config.optimizer == "adamw":
+        rates = dict.fromkeys(rates, config.adam_lr)
+    groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr,
+                     "weight_decay": 0.0 if kind == "scalar" else config.weight_decay}
+              for kind, lr in rates.items()}
+    kinds = {"tok_emb.weight": "embed", "lm_head.weight": "head", "skip_weights": "scalar"}
+    for name, p in model.named_parameters():
+        if p.ndim < 2 or matches(name, config.control_tensor_name_patterns):
+            kinds.setdefault(name, "scalar")
+        elif p.ndim == 2 and name.startswith("blocks."):
+            kinds[name] = "matrix"
+        require(name in kinds, f"{name} has no kind in build_optimizers; to train it like a "
+                "vector, add it to CONTROL_TENSOR_NAME_PATTERNS")
+        groups[kinds[name]]["params"].append(p)
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+    adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
+                             betas=(config.beta1, config.beta2), fused=config.fused or None)
+    return [adam, *muon]
+
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
+    """The factor on the rates and Muon's momentum in `step`, which begins after `elapsed_ms`.
+    With a cap, WARMDOWN_ITERS end there; the other shapes (cosine: arXiv:1608.03983) at either."""
+    cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+    if config.lr_schedule == "cosine":
+        steps = max(1, config.iterations - config.lr_warmup_steps)
+        done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
+        shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    elif config.warmdown_fraction:
+        done = max(step / config.iterations, elapsed_ms / cap_ms)
+        shape = max(0.0, 1 - done) / config.warmdown_fraction
+    elif cap_ms < math.inf:
+        warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
+        shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+    else:
+        shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
+    factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
+    factor = min((step + 1) / max(1, config.lr_warmup_steps), factor)
+    steps = config.muon_momentum_warmup_steps
+    done = min(1.0, step / steps) if steps else 1.0
+    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+    return factor, momentum
+
+# ---- Evaluation and export ---------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
+    """Score what is new in windows of `length` tokens (0: a row), moved by `stride` (0: length)."""
+    start_ms = run.ranks.now_ms()
+    config, ranks = run.config, run.ranks
+    count = len(run.val_tokens) - 1
+    length = min(length or config.train_seq_len, count)
+    stride = stride or length
+    windows = 1 + math.ceil((count - length) / stride)
+    limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+    batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
+    stops = np.minimum(length + stride * np.arange(windows + batch), count)
+    starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
+    device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    next_line_s = 10
+    for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+        rows = slice(first, first + batch)
+        places = stops[rows, None] - length + np.arange(length)
+        is_scored = places >= starts[rows, None]
+        inputs = run.val_tokens[places].astype(np.int64)
+        targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
+        inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
+        nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
+        spent_s = time.perf_counter() - start_ms / 1000
+        if spent_s > next_line_s:
+            next_line_s = spent_s + 10
+            done = min(1.0, (first + batch) / windows)
+            run.log.line(f"validation: {done:.0%}, {spent_s / done - spent_s:.0f} s left")
+    total = ranks.sum(nats).item()
+    return {"val_loss": total / count, "val_bpb": total / math.log(2) / run.val_bytes,
+            "eval_time_ms": ranks.now_ms() - start_ms}
+
+def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
+    is_matrix = tensor.ndim == 2
+    rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
+    place = 0.9999984 * (rows.size(1) - 1)  # of a percentile, interpolated linearly
+    top = rows.abs().topk(rows.size(1) - int(place)).values
+    clip = torch.lerp(top[:, -1:], top[:, -2:][:, :1], place - int(place))
+    scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
+    quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
+    return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
+
+def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
+    """A matrix as int8 values of `bits` bits, with float16 scales (rows,). Rows are clipped at
+    `clip` deviations. With `gram`, later columns make good earlier errors (arXiv:2210.17323)."""
+    rows = weight.float()
+    levels = 2 ** (bits - 1) - 1
+    limits = clip * rows.std(1) if clip else rows.abs().amax(1)
+    scales = (limits / levels).clamp_min(1e-7).half()
+    steps = scales.float()
+    if gram is None:
+        return (rows / steps[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
+    order = gram.diag().argsort(descending=True)
+    gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
+    rows = rows[:, order]
+    rounded = torch.empty_like(rows)
+    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True).float()):
+        rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
+        error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
+        rows[:, i:] -= torch.outer(error, factors[i:])
+    return rounded[:, order.argsort()].to(torch.int8), scales
+
+def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
+    """The int8 artifact and its payload in bytes; small tensors stay floats."""
+    clip = config.export_clip
+    about = {name: getattr(config, name.lower()) for name in KEPT}
+    path = Path(config.tokenizer_path)
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
+    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {},
+                "scales": {}, "dtypes": {}, "passthrough": {}, "qmeta": {},
+                "passthrough_orig_dtypes": {}}
+    for name, t in state.items():
+        dtype = str(t.dtype).removeprefix("torch.")
+        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
+            bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
+            gram = (grams or {}).get(name)
+            plain = t.ndim != 2 or (bits == 8 and not clip and gram is None)
+            try:
+                pair = quantize_tensor(t) if plain else round_rows(t, bits, clip, gram)
+            except torch.linalg.LinAlgError:  # of a gram that cannot be factorised
+                pair = round_rows(t, bits, clip)
+                artifact.setdefault("not_calibrated", []).append(name)
+            artifact["quantized"][name], artifact["scales"][name] = pair
+            artifact["dtypes"][name] = dtype
+            if t.ndim == 2:
+                artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
+            continue
+        if t.is_floating_point():
+            keep = matches(name, config.int8_keep_float_fp32_name_patterns)
+            t = t.to(torch.float32 if keep else torch.float16)
+        artifact["passthrough"][name] = t
+        if t.dtype != state[name].dtype:
+            artifact["passthrough_orig_dtypes"][name] = dtype
+    parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
+    return artifact, sum(t.nbytes for part in parts for t in part.values())
+
+def read_description(path: str) -> dict[str, str]:
+    """An artifact's variables; {} for other files. Raises ValueError for unknown ones."""
+    try:
+        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
+        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
+        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
+    except (OSError, zlib.error, ValueError, RecursionError):
+        return {}
+    unknown = ", ".join(about.keys() - set(KEPT))
+    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
+    return {name: str(value) for name, value in about.items()}
+
+def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
+    """The artifact's file, and what the log says about it: bytes, and what GPTQ could not do."""
+    artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
+    raw = saved(artifact)
+    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}
+    packer = zlib.compressobj(9, strategy=coders[config.export_coder])
+    data = packer.compress(raw) + packer.flush()
+    return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
+                  "artifact_sha256": sha256(data).hexdigest(),
+                  "not_calibrated": artifact.get("not_calibrated", [])}
+
+def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
+    state = dict(artifact["passthrough"])
+    for name, quantized in artifact["quantized"].items():
+        scale = artifact["scales"][name]
+        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
+        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
+                and scale.shape == rows, f"{name} or its scale has another shape or type")
+        scale = scale.float()
+        require(scale.isfinite().all() and (scale > 0).all(), f"a scale of {name} is not positive")
+        state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
+    return state
+
+def read_archive(data: bytes):
+    """Read what torch.save wrote: no code runs, nothing is inflated, checksums are compared."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
+        require(archive.testzip() is None, "a checksum in it is wrong")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
+    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError if unfit."""
+    wanted = model.state_dict()
+    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
+    try:
+        data = np.fromfile(path, np.uint8, limit + 1).tobytes()
+        require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
+        if not data.startswith(b"PK"):  # torch.save writes zip archives
+            inflater = zlib.decompressobj()
+            data = inflater.decompress(data, limit + 1)
+            require(inflater.eof or len(data) > limit, "it ends too early")
+        require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
+        state = read_archive(data)
+        state = state.get("model", state)  # of a checkpoint
+        if state.get("__quant_format__") == INT8_FORMAT:
+            state = dequantize(state, wanted)
+        model.load_state_dict(dict(state))  # a plain dict, without metadata
+    except Exception as error:  # hostile or damaged files fail in many ways
+        raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write under another name and rename, so that `path` is never half a file. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from None
+
+def saved(value) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+@torch.no_grad()
+def calibrate(model: GPT, steps: Iterable[list], ranks: Ranks) -> dict[str, Tensor]:
+    """x x^T (columns, columns), summed over a layer's inputs in the steps' batches, by weight."""
+    layers = {f"{name}.weight": module for name, module in model.named_modules()
+              if isinstance(module, nn.Linear | nn.Embedding)}
+    for layer in layers.values():
+        layer.gram = 0.0
+    with torch.compiler.set_stance("force_eager"):
+        for batches in steps:
+            for x, y in batches:
+                model(x, y)
+    grams = {name: ranks.sum(layer.gram).cpu() for name, layer in layers.items()
+             if isinstance(layer.gram, Tensor)}  # an untied table has none
+    model.apply(lambda module: setattr(module, "gram", None))
+    return grams
+
+def export(run: "Run") -> None:
+    """Write final_model.int8.ptz, if train() packed a model, and score what it holds."""
+    config, log = run.config, run.log
+    if run.packed:
+        data, about = run.packed
+        path = Path(config.out_dir, "final_model.int8.ptz")
+        write_whole(path, data)
+        ratio = sum(t.nbytes for t in run.model.state_dict().values()) / about["payload_bytes"]
+        log.event("export", "Serialized model: {model_bytes} bytes\nCode size: {code_bytes} bytes\n"
+                  f"Total submission size: {run.model_bytes + len(run.code)} bytes\n"
+                  "Serialized model int8+zlib: {artifact_bytes} bytes (payload:{payload_bytes} "
+                  f"raw_torch:{{raw_bytes}} payload_ratio:{ratio:.2f}x)\n"
+                  f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes",
+                  step=run.step, model_bytes=run.model_bytes, code_bytes=len(run.code),
+                  code_sha256=sha256(run.code).hexdigest(), **about)
+        if about["not_calibrated"]:
+            log.line(f"warning: not GPTQ, but rounded to nearest: {about['not_calibrated']}")
+        load_weights(run.model, path, about["artifact_sha256"])
+    if run.ranks.world_size > 1:
+        for p in run.model.parameters():  # the other ranks may not see the file
+            dist.broadcast(p.data, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
+    exact = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}"
+    timed = " eval_time:{eval_time_ms:.0f}ms" + run.partial
+    if config.eval_seq_len or config.eval_stride:
+        score = evaluate(run, config.eval_seq_len, config.eval_stride)
+        log.event("windows", f"windows {exact}{timed}", step=run.step, **score)
+    rounded = "val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f}"
+    score = evaluate(run)
+    log.event("final", f"final_int8_zlib_roundtrip {rounded}{timed}\n"
+              f"final_int8_zlib_roundtrip_exact {exact}{run.partial}", step=run.step, **score)
+    if run.unsaved:
+        write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
+
+# ---- Checkpoints -------------------------------------------------------------------------------
+def list_checkpoints(config: Config) -> list[Path]:
+    """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
+    files = Path(config.out_dir, "checkpoints").glob("*.pt")
+    found = [path for path in files if re.fullmatch(pattern, path.name)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+def find_checkpoint(config: Config) -> dict | None:
+    """The checkpoint RESUME; "auto": the newest that can be read, or None. Raises ValueError."""
+    if not config.resume:
+        return None
+    auto = config.resume == "auto"
+    for path in list_checkpoints(config) if auto else [Path(config.resume)]:
+        try:
+            state = read_archive(path.read_bytes())
+            require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, not "
+                    f"{CHECKPOINT_FORMAT}: resume it with the script that wrote it")
+            return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
+        except Exception as error:  # hostile or damaged files fail in many ways
+            require(auto, f"checkpoint {path} cannot be used: {error}")
+            print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
+    return None
+
+def state_of(run: "Run") -> dict:
+    """Everything that training changes, and what it reads; the tensors are the live ones."""
+    return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+            "scaler": run.scaler.state_dict(), "training_tokens": run.loader.tokens}
+
+def restore(run: "Run", state: dict) -> None:
+    """Restore the run to `state`, which state_of returned."""
+    run.model.load_state_dict(state["model"])
+    for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+    run.scaler.load_state_dict(state["scaler"])
+    run.step = int(state["step"])
+    run.time_ms = float(state["time_ms"])
+
+def resume(run: "Run", state: dict) -> None:
+    """Continue from a checkpoint. Raises ValueError if its settings or tensors do not fit."""
+    try:
+        old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
+        new = asdict(run.config)
+        changed = {f: f"{f.name.upper()} was {old[f.name]!r} and is {new[f.name]!r}"
+                   for f in fields(Config) if old[f.name] != new[f.name]}
+        refused = [text for f, text in changed.items() if f.metadata["kind"] != "free"]
+        refused += [f"this script has no {name.upper()}" for name in sorted(old.keys() - new)]
+        require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
+        restore(run, state)
+        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
+                f"step {run.step} after {run.time_ms} ms is not in this run")
+        seen, tokens = state.get("training_tokens"), run.loader.tokens  # older ones have none
+        require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
+    except Exception as error:  # hostile or damaged files fail in many ways
+        raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
+    run.log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
+                  step=run.step, train_time_ms=run.time_ms, file=state["path"])
+    for f, text in changed.items():
+        if f.name in ("iterations", "max_wallclock_seconds"):
+            run.log.line(f"the schedule changes from here on: {text}")
+
+def save_checkpoint(run: "Run") -> None:
+    """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
+    path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(run.config), **state_of(run)})
+        write_whole(path, data)
+        run.log.event("checkpoint", step=run.step, file=path.name, bytes=len(data))
+        older = [other for other in list_checkpoints(run.config) if other != path]
+        for old in older[run.config.keep_checkpoints - 1:]:
+            old.unlink()
+    except OSError as error:
+        run.log.line(f"warning: checkpoint of step {run.step}: {error}")
+
+# ---- Training ----------------------------------------------------------------------------------
+class Run:
+    """The parts of a run and its progress. Raises ValueError if the run cannot work."""
+    def __init__(self, config: Config, overrides: dict, source: str):
+        self.ranks = ranks = start_ranks(config)
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        checkpoint = find_checkpoint(config)
+        if checkpoint and not config.run_id:
+            config = replace(config, run_id=checkpoint["run_id"])
+        must_compile = config.compile == "1"
+        self.config = config = resolve(config, ranks)
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.step = 0  # steps done
+        self.time_ms = 0.0  # on the training clock, which validations do not move
+        self.signals = []  # received by this process: number and time
+        self.stop_signal = 0  # received by any rank when the ranks last agreed
+        self.first_bad = torch.tensor(NEVER, device=ranks.device)  # step that was not finite
+        validation = load_validation(config)
+        self.tokenizer_kind, self.val_tokens, self.val_bytes, self.data_sha256 = validation
+        self.partial = f" partial:{config.val_tokens}" if config.val_tokens else ""  # for the log
+        self.loader = TokenLoader(config, ranks) if config.iterations else None
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if config.init_from and not checkpoint:
+            load_weights(self.model, config.init_from)
+        self.model.to(ranks.device)
+        self.packed = self.unsaved = None  # pack's; a final_model.pt that could not be written
+        self.code = source.encode("utf-8")
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
+        self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
+        announce(self, overrides)
+        if checkpoint:
+            resume(self, checkpoint)
+        if self.loader and config.compile == "1":
+            compile_model(self, must_compile or ranks.device.type == "cuda")
+        place = [self.step, -self.step, self.time_ms, -self.time_ms]
+        require(ranks.max(*place) == place, "RESUME: ranks found other checkpoints; share OUT_DIR")
+        self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
+        self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
+        self.parallel = self.model
+        if ranks.world_size > 1:  # sends rank 0's weights to all; one exchange a step
+            torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same on all ranks
+            self.parallel = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+
+    def on_signal(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
+            os._exit(128 + number)  # a second Ctrl-C; sys.exit would wait for other ranks
+        if not self.signals and self.ranks.rank == 0:
+            os.write(2, b"stopping after this step or validation; Ctrl-C again: at once\n")
+        self.signals.append((number, now))
+
+    def agree(self, *values: float) -> list[float]:
+        number = self.signals[0][0] if self.signals else 0
+        self.stop_signal, *largest = self.ranks.max(number, *values)
+        return largest
+
+def train_step(run: Run, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Make one update; return the mean loss of this rank's micro-batches, and the norm."""
+    config = run.config
+    factor, momentum = schedule(config, run.step, run.time_ms)
+    for group in [group for optimizer in run.optimizers for group in optimizer.param_groups]:
+        group["lr"] = group["base_lr"] * factor
+        group["momentum"] = momentum  # Adam ignores it
+    losses = torch.zeros((), device=run.ranks.device)
+    for i, (x, y) in enumerate(batches, 1):
+        run.parallel.require_backward_grad_sync = i == len(batches)
+        loss = run.parallel(x, y) * (1 / len(batches))
+        run.scaler.scale(loss).backward()
+        losses += loss.detach()
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
+    if config.grad_clip_norm > 0:
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
+    for optimizer in run.optimizers:
+        run.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    run.scaler.update()
+    # float16 skips a step whose gradient overflows, but not for ever.
+    watched = losses if config.dtype == "float16" else losses + norm
+    is_bad = ~watched.isfinite() | (run.scaler.get_scale() < 2**-20)
+    run.first_bad = torch.where(is_bad & (run.first_bad > run.step), run.step, run.first_bad)
+    return losses, norm
+
+def is_due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never if that is 0."""
+    return every > 0 and step % every == 0
+
+def train(run: Run) -> None:
+    """Warm up; train until ITERATIONS, the wall-clock cap or a signal."""
+    config, log, ranks, loader = run.config, run.log, run.ranks, run.loader
+    grams, batches = {}, []
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scores
+    # Warm-up: steps that are not timed, and undone. A calibration that would fail fails now.
+    if loader:
+        before = saved(state_of(run))
+        if config.gptq_batches:
+            calibrate(run.model, [loader.batches(0)[:1]], ranks)
+        for step in range(1, config.warmup_steps + 1):
+            train_step(run, loader.batches(0)[:1])
+            log.line(f"warmup_step:{step}/{config.warmup_steps}")
+            run.agree()
+            if run.stop_signal:
+                break
+        restore(run, read_archive(before))
+        run.first_bad.fill_(NEVER)
+    gc.collect()
+    gc.disable()  # a collection in the middle of a step would hold up all ranks
+    run.zero_ms = ranks.now_ms() - run.time_ms  # when the clock was at zero
+    step = first_step = run.step
+    while True:  # first a checkpoint, since what follows can take long
+        done = step >= config.iterations or run.time_ms >= run.cap_ms
+        saves = config.checkpoint_every and (done or is_due(step, config.checkpoint_every))
+        if step > first_step and (saves or run.stop_signal) and ranks.rank == 0:
+            save_checkpoint(run)
+        if run.stop_signal:
+            break
+
+        if done and exports and ranks.rank == 0:  # first of all, and off the clock
+            start_ms = ranks.now_ms()
+            run.unsaved = saved({name: t.cpu() for name, t in run.model.state_dict().items()})
+            run.model_bytes = len(run.unsaved)
+            with suppress(OSError):  # a full disk: export() tries again, after the artifact
+                write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
+                run.unsaved = None
+            run.zero_ms += ranks.now_ms() - start_ms
+        if done and config.gptq_batches and loader:  # on the clock: it reads training text
+            steps = range(step, step + config.gptq_batches)
+            grams = calibrate(run.model, map(loader.batches, steps), ranks)
+            run.time_ms = ranks.now_ms() - run.zero_ms
+
+        # Validation, off the clock. With SIZE_CAP, each also tells whether the model would fit.
+        if exports and (done or is_due(step, config.val_loss_every)):
+            paused_ms = ranks.max(ranks.now_ms() - run.zero_ms)[0]
+            log.event("val", f"step:{step}/{config.iterations} val_loss:{{val_loss:.4f}} "
+                      "val_bpb:{val_bpb:.4f} train_time:{train_time_ms:.0f}ms "
+                      f"step_avg:{run.time_ms / max(step, 1):.2f}ms{run.partial}",
+                      step=step, train_time_ms=run.time_ms, **evaluate(run))
+            if ranks.rank == 0 and (done or config.size_cap):
+                run.packed = pack(run.model.state_dict(), config, grams)
+                size = len(run.packed[0]) + len(run.code)
+                fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
+                if config.size_cap:
+                    log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
+            gc.collect()
+            run.zero_ms += ranks.max(ranks.now_ms() - run.zero_ms)[0] - paused_ms
+            if not done:
+                run.agree()
+        if done:
+            break
+        if run.stop_signal:
+            continue  # to the checkpoint above
+
+        # One step. Now and then the ranks agree on time, signals and faults.
+        loss, norm = train_step(run, batches or loader.batches(step))
+        run.step = step = step + 1
+        batches = loader.batches(step) if step < config.iterations else []  # as the device works
+        run.time_ms += run.pace_ms
+        is_logged = step <= 10 or is_due(step, config.train_log_every)
+        if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
+                or run.pace_ms > 1000 or run.time_ms > run.cap_ms - 20 * run.pace_ms
+                or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
+            steps_ago = max(0, step - int(run.first_bad))  # waits for the device
+            run.time_ms, steps_ago = run.agree(ranks.now_ms() - run.zero_ms, steps_ago)
+            run.pace_ms = (run.time_ms - run.agreed[1]) / (step - run.agreed[0])
+            run.agreed = (step, run.time_ms)
+            if steps_ago:
+                bad = step - int(steps_ago)
+                token = loader.start(bad * loader.pieces)
+                log.event("nonfinite", step=bad + 1, token=token)
+                raise FloatingPointError(
+                    f"the loss or gradient of step:{bad + 1} is not finite, at training token "
+                    f"{token}; lower the rates or set GRAD_CLIP_NORM=1")
+        if is_logged or run.time_ms >= run.cap_ms:
+            average = run.time_ms / step
+            tokens = (step - run.logged[0]) * config.train_batch_tokens
+            rate = tokens / max(run.time_ms - run.logged[1], 1e-6) * 1000
+            run.logged = (step, run.time_ms)
+            left_s = max(0.0, min(run.cap_ms, config.iterations * average) - run.time_ms) / 1000
+            log.event("train", f"step:{step}/{config.iterations} train_loss:{{train_loss:.4f}} "
+                      "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} "
+                      "grad_norm:{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} mem:{mem_mib}MiB "
+                      f"eta:{left_s / 60:.1f}m epoch:{{epoch:.3f}}", step=step,
+                      train_loss=ranks.sum(loss).item() / ranks.world_size,
+                      train_time_ms=run.time_ms, step_avg_ms=average,
+                      lr=run.optimizers[-1].param_groups[0]["lr"], grad_norm=norm.item(),
+                      tok_per_sec=rate, mem_mib=torch.cuda.max_memory_allocated() >> 20,
+                      eta_s=left_s, epoch=step * loader.step_tokens / loader.epoch_tokens)
+        if step == 10 and config.warmdown_iters > 1 > config.min_lr and schedule(
+                config, config.iterations - 1, config.iterations * average)[0] == 1:
+            log.line("warning: ITERATIONS end before the rates fall; set WARMDOWN_FRACTION=0.4")
+    if run.stop_signal:
+        log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
+    elif run.step < config.iterations:
+        log.line(f"stopping_early: wallclock_cap train_time:{run.time_ms:.0f}ms "
+                 f"step:{run.step}/{config.iterations}")
+    log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+             f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+
+def compile_model(run: Run, required: bool) -> None:
+    """Compile the model. If that fails, raise ValueError if `required`, else train without."""
+    model = run.model
+    model.compile(dynamic=False, fullgraph=True)
+    try:
+        model(*run.loader.batches(0)[0]).backward()
+    except Exception as error:  # compilers fail in many ways
+        if re.search("out of memory|t allocate memory", str(error)):
+            raise
+        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
+                "for example gcc or python3-dev, or set COMPILE=0")
+        torch.compiler.set_stance("force_eager")
+        run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
+    model.zero_grad(set_to_none=True)
+
+def resolve(config: Config, ranks: Ranks) -> Config:
+    """Replace automatic settings with their values; round the batch. Raises ValueError."""
+    device = ranks.device.type
+    other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
+    builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    compiles = device == "cuda" or (device == "cpu" and builds)
+    chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
+              "compile": "1" if compiles and config.iterations else "0"}
+    config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
+    # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
+    length = config.train_seq_len
+    spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
+    spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
+    least = spans_per_rank * ranks.world_size * length
+    for name in ("train_batch_tokens", "val_batch_size"):
+        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
+                f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
+    tokens = round(config.train_batch_tokens / least) * least
+    if tokens != config.train_batch_tokens and ranks.rank == 0:
+        print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
+    rows = tokens // (ranks.world_size * length)  # of a rank
+    width = config.model_dim * getattr(torch, config.dtype).itemsize
+    limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
+    if device == "cuda":  # by peaks on an H100; compiled, activations take up to 35 % of its memory
+        per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
+        share = 0.35 if config.compile == "1" else 0.12
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
+    limit = config.micro_batch_tokens or limits[device]
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
+    run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    path = Path(config.tokenizer_path)
+    digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
+            f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
+    return replace(config, device=device, run_id=run_id,
+                   attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
+                   train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
+                   fused=config.fused and device != "mps", tokenizer_sha256=digest)
+
+def announce(run: Run, overrides: dict) -> None:
+    """Log the data, the model and the settings, in the lines that the published trainer prints."""
+    c = run.config
+    settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    rates = {"head": 0.0} | {group["kind"]: group["base_lr"] for group in groups}
+    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
+    val_tokens = len(run.val_tokens) - 1
+    gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
+    run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
+                  world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
+                  val_tokens=val_tokens, val_bytes=run.val_bytes, data_sha256=run.data_sha256)
+    run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
+tokenizer_path={c.tokenizer_path}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}{run.partial}
+model_params:{sum(p.numel() for p in run.model.parameters())}
+world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
+dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
+sdp_backends:{" ".join(f"{name}={c.attn in name}" for name in SDPA)}
+attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
+tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates["head"]} \
+matrix_lr:{rates["matrix"]} scalar_lr:{rates["scalar"]}
+train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
+iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
+max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
+seed:{c.seed}
+config:{json.dumps({**settings, "overrides": overrides})}""")
+
+def main() -> None:
+    """Set up a run, warm up, train, export, and score what was exported."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        return print_help()
+    source = Path(__file__).read_text(encoding="utf-8")
+    try:
+        run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
+        if run.loader:
+            signal.signal(signal.SIGTERM, run.on_signal)
+            signal.signal(signal.SIGINT, run.on_signal)
+        train(run)
+        if not run.stop_signal:
+            export(run)
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
+        sys.exit(f"train_gpt.py: {str(error) or 'stopped'}")
+    except RuntimeError as error:
+        if not re.search("out of memory|t allocate memory", str(error)):
+            raise
+        sys.exit(f"train_gpt.py: {error!s:.400}\n"
+                 "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
+    if dist.is_initialized():
+        dist.barrier()  # gloo aborts in a rank whose peer has left
+        del run.parallel  # it keeps threads of gloo alive, which can abort Python's end
+        gc.collect()
+        dist.destroy_process_group()
+    if run.stop_signal:
+        sys.exit(128 + int(run.stop_signal))
+
+if __name__ == "__main__":
+    main()
