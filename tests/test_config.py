@@ -114,10 +114,6 @@ def test_names_that_other_programs_export_only_warn(name, capsys):
         train_gpt.load_config([f"{name}=1"], {})
 
 
-def test_the_older_name_of_a_kernel_is_read():
-    assert train_gpt.load_config(["ATTN=blocks"], {})[0].attn == "tiled"
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_variables_are_no_misspelt_names(launcher):
     train_gpt.load_config([], dict.fromkeys(LAUNCHERS[launcher].split(), "1"))
@@ -147,21 +143,6 @@ def test_small_batches_are_the_same_on_every_number_of_ranks_that_divides_their_
         if world <= rows:
             accum, tokens = split_batch(config, world)
             assert tokens == wanted * 4096 and accum * world == min(8, 2 ** (rows.bit_length() - 1))
-
-
-def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(train_gpt.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "GPU 0: NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch .* cannot use the GPUs here; install a build .*DEVICE=cpu"):
-        train_gpt.start_ranks(train_gpt.Config())
-    assert train_gpt.start_ranks(train_gpt.Config(device="cpu")).device.type == "cpu"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert train_gpt.start_ranks(train_gpt.Config()).device.type == "cpu"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "No devices found")
-    assert train_gpt.start_ranks(train_gpt.Config()).device.type == "cpu"
 
 
 def test_devices_without_bfloat16_or_with_little_memory_get_what_suits_them(monkeypatch):

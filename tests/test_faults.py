@@ -163,16 +163,12 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
 
 
-def test_a_resumed_run_can_be_made_longer_and_says_so(checkpointed, tmp_path, monkeypatch, data, capsys):
+def test_a_resumed_run_can_be_made_longer(checkpointed, tmp_path, monkeypatch, data):
     path = checkpoints(checkpointed)[0]
     log = tiny_run(monkeypatch, tmp_path / "longer", data, RESUME=path, ITERATIONS=12)
     assert [e["step"] for e in log if e["event"] == "train"] == list(range(4, 13))
-    out = capsys.readouterr().out
-    assert "\nthe schedule changes from here on: ITERATIONS was 9 and is 12\n" in out
     with pytest.raises(SystemExit, match="step 3 after .* ms is not in this run"):
         tiny_run(monkeypatch, tmp_path / "shorter", data, RESUME=path, ITERATIONS=2)
-    tiny_run(monkeypatch, tmp_path / "same", data, RESUME=path)
-    assert "the schedule changes" not in capsys.readouterr().out
 
 
 # ---- The end of a run -----------------------------------------------------------------------------
@@ -208,8 +204,8 @@ def test_a_factorisation_that_fails_ends_in_rounding_to_nearest(tmp_path, monkey
     tiny_run(monkeypatch, tmp_path / "nearest", data, **settings)
     monkeypatch.setattr(train_gpt, "calibrate", calibrate)
     log = tiny_run(monkeypatch, tmp_path / "gptq", data, GPTQ_BATCHES=1, **settings)
-    assert log[-1]["event"] == "final" and log[-2]["not_calibrated"] == [name]
-    assert f"warning: not GPTQ, but rounded to nearest: ['{name}']" in capsys.readouterr().out
+    assert log[-1]["event"] == "final"
+    assert f"warning: {name} is rounded to nearest, not by GPTQ" in capsys.readouterr().err
     nearest, gptq = values(tmp_path / "nearest")["quantized"], values(tmp_path / "gptq")["quantized"]
     assert torch.equal(nearest[name], gptq[name])
     assert not torch.equal(nearest["blocks.0.mlp.fc.weight"], gptq["blocks.0.mlp.fc.weight"])

@@ -147,7 +147,7 @@ def between_ms(start, end) -> float:
 def ends_in_step(loader: train_gpt.TokenLoader, step: int) -> bool:
     """Whether a shard ends in what the ranks read in a step."""
     start = loader.start(step * loader.pieces)
-    stop = (start + loader.step_tokens) % loader.tokens
+    stop = (start + loader.pieces * loader.stride) % loader.tokens
     first, last = np.searchsorted(loader.ends, [start, stop], side="right")
     return bool(first != last)
 

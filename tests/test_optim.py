@@ -14,11 +14,10 @@ import pytest
 import torch
 import train_gpt
 from conftest import micro_batches, one_process, tiny_config
-from log_rules import COMPARED_LINES
 from tiny import make_run
 
 
-SILENT = types.SimpleNamespace(batches=lambda step: [], step_tokens=1, epoch_tokens=1, tokens=1)  # no steps
+SILENT = types.SimpleNamespace(batches=lambda step: [], pieces=1, stride=1, tokens=1)  # no steps
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -317,24 +316,6 @@ def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeyp
         run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         train_gpt.evaluate(run)
     assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
-
-
-def test_a_long_validation_tells_every_ten_seconds_how_long_it_takes(monkeypatch):
-    """The lines begin with no word that records/verify.py reads."""
-    run, lines, clock = make_run(grad_accum_steps=1, micro_batch_tokens=32), [], [0.0]
-    run.log = types.SimpleNamespace(line=lines.append)
-    run.val_tokens, run.val_bytes = torch.randint(0, 260, (40 * 32 + 1,)).numpy().astype("uint16"), 1000
-    forward = run.model.forward
-
-    def slow(x, y):
-        clock[0] += 3.0
-        return forward(x, y)
-
-    monkeypatch.setattr(run.model, "forward", slow)
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
-    train_gpt.evaluate(run)
-    assert lines[:2] == ["validation: 10%, 108 s left", "validation: 20%, 96 s left"] and len(lines) == 10
-    assert lines[-1] == "validation: 100%, 0 s left" and not any(line.startswith(COMPARED_LINES) for line in lines)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
