@@ -86,7 +86,7 @@ def test_the_cpu_tracks_configurations_have_the_shapes_of_its_control_and_of_its
     settings = json.loads((folder / "submission.json").read_text())["settings"]
     shape = dict(pair.split("=") for pair in bench.CONFIGURATIONS["cpu-track"][0].split())
     assert len(shape) == 6 and all(str(settings[name]) == value for name, value in shape.items())
-    preset = (REPOSITORY / "records" / "presets" / "cpu_1mb.env").read_text().splitlines()
+    preset = (REPOSITORY / "records" / "presets" / "cpu_1mb_avx2.env").read_text().splitlines()
     assert set(bench.CONFIGURATIONS["cpu-preset"][0].split()) <= set(preset)
 
 

@@ -165,7 +165,7 @@ esac""")
     assert "GRAD_ACCUM_STEPS" not in names and "MAX_WALLCLOCK_SECONDS=597" in command  # not the quick start's 120
     assert "DEVICE=cpu" in command  # the machine has two GPUs, but this preset is for CPUs
     wrong = shell(checkout, "run.sh", "--preset", "nope")
-    assert wrong.returncode and "There is no records/presets/nope.env. Presets: baseline cpu_1mb h100_1gpu_16mb" in wrong.stderr
+    assert wrong.returncode and "There is no records/presets/nope.env. Presets: baseline cpu_1mb cpu_1mb_avx2 h100_1gpu_16mb" in wrong.stderr
 
 
 @pytest.mark.slow

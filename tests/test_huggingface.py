@@ -20,7 +20,7 @@ from test_model import SWITCHES, trained_like
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-BEST = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-23_SotuFaster" / "artifact_seed1337.int8.ptz"
+BEST = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-25_SotuFourLayers" / "artifact_seed1337.int8.ptz"
 BYTE260 = dict(vocab_size=260, tokenizer_path="byte260", tokenizer_sha256=sha256(b"byte260").hexdigest())
 MODELS = {  # the default shape, each switch that is in artifacts, and an untied, padded table
     "default": lambda: train_gpt.Config(dtype="bfloat16", train_seq_len=256, **BYTE260),
@@ -58,8 +58,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(params=["switches", "untied", pytest.param("default", marks=pytest.mark.slow),
                         pytest.param("best", marks=pytest.mark.slow)])
 def exported(folders, request):
-    if request.param == "best" and not (REPOSITORY / "data" / "datasets" / "sotu_sp2048").is_dir():
-        pytest.skip("data/datasets/sotu_sp2048, with the tokenizer, is not prepared")
+    if request.param == "best" and not (REPOSITORY / "data" / "datasets" / "sotu_unigram2048").is_dir():
+        pytest.skip("data/datasets/sotu_unigram2048, with the tokenizer, is not prepared")
     return folders(request.param)
 
 

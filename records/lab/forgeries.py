@@ -35,7 +35,7 @@ from rescore import check_weights, rerun  # noqa: E402
 from submit import write_record  # noqa: E402
 from verify import verify_record  # noqa: E402
 
-BEST = ROOT / "records" / "track_10min_1mb_cpu" / "2026-11-23_SotuFaster"
+BEST = ROOT / "records" / "track_10min_1mb_cpu" / "2026-11-25_SotuFourLayers"
 START = '\nif __name__ == "__main__":\n'
 FEWER = 0.9  # of the loss, for forgers
 
@@ -281,9 +281,10 @@ FORGERIES = {  # name: what is done, and how many seeds must be scored again
 
 
 def authored_by(folder: Path) -> dict:
-    """What the author of a record wrote, under the present version of the rules."""
+    """What the author of a record wrote, under the present version of the rules, as the last record of its day."""
     submission = load_json(folder / "submission.json")
-    return {key: submission.get(key, "") for key in AUTHORED} | {"rules": RULES}
+    authored = {key: submission.get(key, "") for key in AUTHORED}
+    return authored | {"rules": RULES, "submitted": f"{authored['date']}T23:59:59Z"}
 
 
 def brief(finding: str, others: int) -> str:
