@@ -11,7 +11,6 @@ T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width,
 import ctypes
 import difflib
 import gc
-import inspect
 import io
 import json
 import math
@@ -26,7 +25,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -35,30 +34,30 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported later, its defaults would hold a group
+import torch.distributed.nn.functional  # DDP imports it, and would then keep our group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration -----------------------------------------------------------------------------
+# Each setting is a field of Config and a variable of its name in capitals. A run never changes it.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
-JORDAN = [(3.4445, -4.7750, 2.0315)]  # of Newton-Schulz steps; the last one is used again
-POLAR = [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
-         (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
+JORDAN = 1.0, [(3.4445, -4.7750, 2.0315)]  # Newton-Schulz: a margin of the norm; each step's triple
+POLAR = 1.02, [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
+               (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
 CHECKPOINT_FORMAT = 3
-NEVER = 1 << 60  # later than any step
+OUT_OF_MEMORY = re.compile("out of memory|t allocate memory")  # of a GPU; of a CPU
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
-# Rank, world size, local rank, local size: of torchrun, Open MPI, MPICH, PALS, srun.
+# Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
 SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH"}  # clusters and containers set these
-PERHAPS_FOREIGN = {"DEVICES", "SEEDS", "OUTDIR", "DATAPATH", "RUNID"}  # or these
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # clusters set these
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -68,7 +67,7 @@ def require(condition, message: str) -> None:
         raise ValueError(message)
 
 def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
-    """A field of Config. Kind "free": may change on resume; "kept": is in artifacts."""
+    """A field of Config. Kind "free": may change on resume. Kind "kept": artifacts contain it."""
     return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
 
 free = partial(var, kind="free")
@@ -92,8 +91,7 @@ class Config:
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
     compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "kernel; auto: first that runs; tiled: for CPUs",
-                     "auto|flash|cudnn|efficient|math|tiled")
+    attn: str = free("auto", "kernel; tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
     iterations: int = free(20000, "train for at most N steps")
     max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
@@ -180,6 +178,8 @@ class Config:
                 f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        require(not 0 < self.micro_batch_tokens < self.train_seq_len,
+                f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
         length = self.eval_seq_len or self.train_seq_len
         require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} exceeds {length}")
         require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
@@ -199,6 +199,19 @@ def parse_value(f, text: str):
         wanted = "a whole number" if f.type is int else "a number"
         raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
 
+def read_description(path: str) -> dict[str, str]:
+    """An artifact's variables; {} for other files. Raises ValueError for unknown ones. They are
+    found by their first name, since nothing is unpickled before the model's size is known."""
+    try:
+        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
+        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
+        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
+    except (OSError, zlib.error, ValueError, RecursionError):
+        return {}
+    unknown = ", ".join(about.keys() - set(KEPT))
+    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
+    return {name: str(value) for name, value in about.items()}
+
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError."""
     known = {f.name.upper(): f for f in fields(Config)}
@@ -209,14 +222,12 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     path = given.get("INIT_FROM", ("",))[0]
     given = {name: (text, path) for name, text in read_description(path).items()} | given
     for name in given.keys() - known.keys():
-        text, place = given[name]
-        cutoff = 0.6 if place == "argument" else 0.85
+        text, origin = given[name]
+        cutoff = 0.6 if origin == "argument" else 0.85
         near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
         hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
-        message = f"{name}={text!r} ({place}) is not a variable of this script; {hint}"
-        require(place == "environment" and (not near or name in PERHAPS_FOREIGN), message)
-        if near:
-            print(f"warning: {message}", file=sys.stderr)
+        require(origin == "environment" and not near,
+                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     texts = {name: given[name] for name in given if name in known}
     values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
     control = values.get("control_tensor_name_patterns", CONTROL)
@@ -224,28 +235,26 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     return Config(**values), texts
 
 def print_help() -> None:
-    """Print every variable, under the headings that are comments in the source of Config."""
+    """Print every variable with its default, its meaning and its choices."""
     print(__doc__)
-    known = {f.name: f for f in fields(Config)}
-    for line in inspect.getsource(Config).splitlines():
-        if f := known.get(line.strip().partition(":")[0]):
-            print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
-        elif line.startswith("    # "):
-            print(f"{line.strip(' #')}:")
+    for f in fields(Config):
+        print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
 
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
 # ---- Ranks and device --------------------------------------------------------------------------
+# All ranks make the same collective calls in the same order; one alone needs no process group.
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among all, and collectives: the largest values, an in-place sum."""
+    """This process among all: its rank, their number and its device."""
     rank: int
     world_size: int
     device: torch.device
 
     def max(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks. Collective."""
         if self.world_size == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -253,12 +262,14 @@ class Ranks:
         return largest.tolist()
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor of any shape by its sum over the ranks, and return it. Collective."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def now_ms(self) -> float:
-        if self.device.type != "cpu":  # wait until its queue is empty
+        """The time in ms, of any origin, when the device has no work left."""
+        if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
 
@@ -296,14 +307,14 @@ def start_ranks(config: Config) -> Ranks:
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: the heap holds everything
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: keeps it, a fifth faster
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: all memory is of the heap
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: which keeps it, a fifth faster
     if world_size > 1:
-        store = None  # torchrun's outlives the ranks that it starts again
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives restarted ranks
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.PrefixStore(attempt, dist.TCPStore(*address, world_size))
+            store = dist.TCPStore(*address, world_size)
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
                                 world_size=world_size, device_id=device if kind == "cuda" else None)
     return Ranks(rank, world_size, device)
@@ -316,10 +327,12 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 # ---- Log ---------------------------------------------------------------------------------------
+# Lines begin as the published trainer's, for programs that read them; events have exact values.
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.is_main = is_main
+        self.code = source.encode("utf-8")
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -334,25 +347,28 @@ class RunLog:
                    f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
 
     def write(self, file, text: str) -> None:
+        """Write a line to an open file. If that fails, warn."""
         try:
             print(text, file=file, flush=True)
-        except OSError as error:  # a full disk must not stop the training
+        except OSError as error:
             warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
     def line(self, text: str) -> None:
-        if self.is_main:
-            self.write(sys.stdout, text)
-            self.write(self.text, text)
+        """Write a line to the console and the .txt."""
+        for file in (sys.stdout, self.text) if self.is_main else ():
+            self.write(file, text)
 
-    def event(self, event: str, form: str = "", **values) -> None:
-        """Write values to the .jsonl and, if there is a form, a line that shows some of them."""
+    def event(self, event: str, text: str = "", **values) -> None:
+        """Write values to the .jsonl, null where they are not finite, and a text for people."""
         if self.is_main:
-            elapsed = round(time.monotonic() - STARTED, 3)
-            self.write(self.json, json.dumps({"event": event, **values, "elapsed_s": elapsed}))
-        if form:
-            self.line(form.format(**values))
+            values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
+            bad = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
+            self.write(self.json, json.dumps(values | dict.fromkeys(bad)))
+        if text:
+            self.line(text)
 
-# ---- Data and bytes ----------------------------------------------------------------------------
+# ---- Data and validation -----------------------------------------------------------------------
+# What a step reads follows from its number alone; a score is in bits per byte of the decoded text.
 def find_shards(config: Config, split: str) -> list[Path]:
     """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
     files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
@@ -379,8 +395,14 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
     return tokens
 
+@lru_cache(maxsize=2)  # the last step of an epoch may read rows of the next one
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
 class TokenLoader:
-    """The training shards as one endless sequence. What a step reads follows from its number."""
+    """The training shards as one endless text, of which a step reads the next `pieces`, ranks in
+    turn: rows of TRAIN_SEQ_LEN tokens if shuffled, else longer spans. Raises ValueError."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.files = find_shards(config, "train")
@@ -393,8 +415,8 @@ class TokenLoader:
         self.shuffled = config.loader == "shuffled"
         spans = config.grad_accum_steps * ranks.world_size
         self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
-        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
-        self.pieces = config.train_batch_tokens // self.length  # of a step; spans or shuffled rows
+        self.stride = self.length if self.shuffled else self.length + 1  # + 1 as published
+        self.pieces = config.train_batch_tokens // self.length
         self.batches(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
@@ -430,11 +452,6 @@ class TokenLoader:
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size
 
-@lru_cache(maxsize=2)  # a step can end in the next epoch
-def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)
-
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     """The tokenizer's kind; UTF-8 bytes per token, uint16 (V, 2), column 1 after a boundary token;
     which tokens are boundaries, bool (V,). Raises ValueError if it cannot be read."""
@@ -442,8 +459,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     after_boundary = boundary = None
     try:
         if path == "byte260":
-            kind = "byte"
-            lengths = [0] * 4 + [1] * 256
+            kind, lengths = "byte", [0] * 4 + [1] * 256
         elif path.endswith(".model"):
             import sentencepiece
             kind = "sentencepiece"
@@ -474,34 +490,65 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
-def load_validation(config: Config) -> tuple[str, np.ndarray, int, dict[str, str]]:
-    """The tokenizer's kind; tokens, uint16, full rows and one token; UTF-8 bytes of the targets;
-    the manifest's SHA-256 of the shards. Raises ValueError if the manifest's counts differ."""
-    tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
-                             for path in find_shards(config, "val")])
-    kind, table, boundary = load_byte_table(config)
-    rows = (len(tokens) - 1) // config.train_seq_len
-    require(rows, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too few "
-            f"for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
-    target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-    first_bytes = int(table[tokens[0], 1])  # the first token is not a target, but part of the text
-    found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
-    path = Path(config.data_path, "manifest.json")
-    try:
-        splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
-        wanted = [splits.get("val", {}).get("tokens", found[0]),
-                  splits.get("val", {}).get("decoded_bytes", found[1])]
-        digests = {shard["file"]: shard.get("sha256")
-                   for split in splits.values() for shard in split.get("shards", [])}
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
-    require(found == wanted, f"{path} says {wanted} validation tokens and bytes, but the shards "
-            f"with TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
-    wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
-    end = min(rows, wanted_rows) * config.train_seq_len
-    return kind, tokens[:end + 1], int(target_bytes[:end].sum(dtype=np.int64)), digests
+class Validation:
+    """The validation text and its bytes. Raises ValueError if manifest.json has other counts."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
+                                 for path in find_shards(config, "val")])
+        self.tokenizer_kind, table, boundary = load_byte_table(config)
+        rows = (len(tokens) - 1) // config.train_seq_len
+        require(rows, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too "
+                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+        target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+        first_bytes = int(table[tokens[0], 1])  # the first token is text, but not a target
+        found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
+        path = Path(config.data_path, "manifest.json")
+        try:
+            splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
+            wanted = [splits.get("val", {}).get("tokens", found[0]),
+                      splits.get("val", {}).get("decoded_bytes", found[1])]
+            self.data_sha256 = {shard["file"]: shard.get("sha256") for split in splits.values()
+                                for shard in split.get("shards", [])}
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+        require(found == wanted, f"{path} says {wanted} validation tokens and bytes, shards and "
+                f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+        wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
+        self.count = min(rows, wanted_rows) * config.train_seq_len  # targets
+        self.tokens = tokens[:self.count + 1]
+        self.bytes = int(target_bytes[:self.count].sum(dtype=np.int64))
+        self.label = f" partial:{config.val_tokens}" if config.val_tokens else ""
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
+        """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a row),
+        moved by `stride` (0: length), score what earlier ones did not. Collective."""
+        start_ms = self.ranks.now_ms()
+        config, ranks = self.config, self.ranks
+        length = min(length or config.train_seq_len, self.count)
+        stride = stride or length
+        windows = 1 + math.ceil((self.count - length) / stride)
+        limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
+        starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
+        nats = torch.zeros((), dtype=torch.float64, device=device)
+        for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+            rows = slice(first, first + batch)
+            places = stops[rows, None] - length + np.arange(length)
+            is_scored = places >= starts[rows, None]
+            inputs = self.tokens[places].astype(np.int64)
+            targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
+            inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
+            nats += model(inputs, targets).to(device).double() * int(is_scored.sum())
+        total = ranks.sum(nats).item()
+        return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
+                "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Model -------------------------------------------------------------------------------------
+# Each module is its equation for whole rows. Weights are float32, and cast to x's type where used.
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2)) over the last dimension, with float32's epsilon in every type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
@@ -512,11 +559,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
+def token_before(x: Tensor) -> Tensor:
+    """x (B, T, ...) of the token before; zero for the first."""
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention for CPUs in four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
-    The added mask and the softmax in q's type let Inductor keep p for the backward: faster."""
+    Inductor makes chunks joined again faster than slices, and keeps p for the backward."""
     size = math.ceil(q.size(3) / 4)
-    y, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)  # joined again: slices are slower
+    y, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     for i, q_i in enumerate(q.chunk(4, dim=3)):  # of `size` queries; the last may have fewer
         k_i, v_i = torch.cat(keys[:i + 1], dim=2), torch.cat(values[:i + 1], dim=2)
         scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
@@ -526,36 +577,29 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(y, dim=3)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-    """Grouped attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, S, C), T = S or 1."""
-    if kernel == "tiled" and q.size(2) == k.size(2):
+    """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
+    if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
     if q.size(1) > k.size(1) and kernel in ("efficient", "math"):  # they know no groups
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
     grouped = q.size(1) > k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, enable_gqa=grouped)
-
-def token_before(x: Tensor, cache: dict | None, name: str) -> Tensor:
-    """x (B, T, ...) of the token before; for the first, zero or what the cache has."""
-    if cache is None:
-        return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
-    x = torch.cat((cache.get(name, torch.zeros_like(x[:, :1])), x), dim=1)
-    cache[name] = x[:, -1:]
-    return x[:, :-1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several together."""
+    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several together. While
+    calibrate() watches a layer, its `gram` adds up x^T x (D, D)."""
     weights = [layer.weight for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:
         weight = weight * scale[:, None]  # smaller than the output
     for layer in layers:
-        if layer.gram is not None:  # calibrate() is watching
+        if layer.gram is not None:
             rows = x.flatten(0, -2).float()
             layer.gram = layer.gram + rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
-    """Causal self-attention with RMS-normed queries and keys and a learned gain per query head."""
+    """Causal self-attention of x (B, T, D), with RMS-normed queries and keys, a gain per head."""
     def __init__(self, config: Config):
         super().__init__()
         width = config.model_dim
@@ -568,23 +612,20 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, cache=None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
         qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
         q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
-            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the slowest last
+            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the fastest first
             fast = self.config.rope_dims // 2 or pairs.size(4) // 2
-            slow = token_before(pairs[..., fast:], cache, "last_key")
+            slow = token_before(pairs[..., fast:])
             k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
-        if cache is not None:
-            k = cache["k"] = torch.cat((cache.get("k", k[:, :, :0]), k), dim=2)
-            v = cache["v"] = torch.cat((cache.get("v", v[:, :, :0]), v), dim=2)
         y = causal_attention(q, k, v, self.config.attn)
         if self.config.exclusive_attn:  # arXiv:2603.09078
-            own = rms_norm(v[:, :, -y.size(2):])[:, :, None]
+            own = rms_norm(v)[:, :, None]
             y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
             y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
         return linear(y.transpose(1, 2).flatten(2), self.proj, scale=scale)
@@ -602,7 +643,7 @@ class MLP(nn.Module):
         return linear(hidden, self.proj, scale=scale)
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream, with the embedding x0 mixed back in."""
+    """Attention and MLP on a residual stream x (B, T, D), with the embedding x0 mixed back in."""
     def __init__(self, config: Config):
         super().__init__()
         self.attn = Attention(config)
@@ -611,10 +652,10 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
 
-    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, cache=None) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
-        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale, cache)
+        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale)
         return x + self.mlp(rms_norm(x), self.mlp_scale)
 
 class GPT(nn.Module):
@@ -624,16 +665,13 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # published order: seeds rely on it
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
         ones = torch.ones(self.half, config.model_dim)
         self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs gradients
-        half_head = config.model_dim // config.num_heads // 2
-        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # as in GPT-NeoX
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):
@@ -643,7 +681,11 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif tied and name == "tok_emb.weight":
                 nn.init.normal_(p, std=config.tied_embed_init_std)
-        if self.compute_dtype == torch.bfloat16:  # rounded once, as published weights expect
+        half_head = config.model_dim // config.num_heads // 2
+        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # the rest: no turn
+        if self.compute_dtype == torch.bfloat16:
+            # The published trainer starts in bfloat16: equal seeds and its weights need the same.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
@@ -654,22 +696,17 @@ class GPT(nn.Module):
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
         self.apply(lambda module: setattr(module, "gram", None))
 
-    def hidden(self, tokens: Tensor, caches: list[dict] | None = None) -> Tensor:
-        """The last block's output (B, T, D). To add tokens, pass `caches` again, a dict a block."""
-        caches = caches or [None] * len(self.blocks)
-        seen = caches[0]["k"].size(2) if caches[0] else 0
-        end = seen + tokens.size(1)
-        assert not seen or end == seen + 1, "a cached text grows token by token"
-        assert end <= self.rotary.size(1), f"{end} tokens are too many; set EVAL_SEQ_LEN={end}"
-        cos, sin = self.rotary[:, seen:end].to(self.compute_dtype)
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The last block's output (B, T, D) for tokens (B, T), int64."""
+        cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
-            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0, caches[0], "last_x0")
+            x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
         x, pushed = x0, []
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
-            x = block(x, x0, cos, sin, caches[i])
+            x = block(x, x0, cos, sin)
             if i < self.half:
                 pushed.append(x)
         return x
@@ -692,56 +729,47 @@ class GPT(nn.Module):
         return (nats * counted).sum() / counted.sum()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of tokens (B, T), int64, with these targets."""
         return self.loss(self.hidden(tokens), targets)
 
-def try_attention(kernel: str, config: Config, device: torch.device) -> list[Tensor]:
-    """Enable one attention kernel alone; return its output and gradients for a random row."""
-    for name in SDPA:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
-    most = 2048 if device.type == "cuda" else 128  # math stores a score for each pair of tokens
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    shape = (1, sum(heads), min(config.train_seq_len, most), config.model_dim // config.num_heads)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = values.to(device, getattr(torch, config.dtype))
-    inputs = [part.detach().requires_grad_() for part in values.split(heads, dim=1)]
-    with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
-        y = causal_attention(*inputs, kernel)
-        y.backward(y.detach())
-    return [y.detach(), *(x.grad for x in inputs)]
-
 def choose_attention(config: Config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that agrees with math. Raises ValueError if none does."""
+    """Enable ATTN, or the first kernel that runs a row here. Raises ValueError if none does."""
     if device.type == "mps":  # MPS has one kernel of its own, and no switches
         return "math"
     kernels = ["flash", "cudnn", "efficient", "math"]
+    length = max(config.train_seq_len, config.eval_seq_len)
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-        kernels = ["cudnn", "flash", "efficient", "math"]  # cuDNN is 1.6 times as fast there
-    elif device.type == "cpu" and config.compile == "1":  # for longer rows, it takes much memory
-        kernels = ["tiled"] * (max(config.train_seq_len, config.eval_seq_len) <= 1024) + kernels
-    expected = try_attention("math", config, device)
+        kernels.insert(0, "cudnn")  # 1.6 times as fast there
+    elif device.type == "cpu" and config.compile == "1" and length <= 1024:
+        kernels.insert(0, "tiled")  # takes much memory for longer rows
+    width = config.model_dim // config.num_heads
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shape = (1, sum(heads), min(length, 2048 if device.type == "cuda" else 128), width)
+    x = torch.ones(shape, device=device, dtype=getattr(torch, config.dtype), requires_grad=True)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
+        for name in SDPA:
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
         try:
-            results = try_attention(kernel, config, device)
-            errors = [float((x - wanted).float().norm() / wanted.float().norm())
-                      for x, wanted in zip(results, expected)]  # 0.005 in bfloat16 on a CPU
-            require(all(error < 0.05 for error in errors), f"it differs from math by {errors}")
+            with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
+                causal_attention(*x.split(heads, dim=1), kernel).sum().backward()
             return kernel
         except Exception as error:  # kernels and packages refuse in many ways
             reason = str(error)
-    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width "
-                     f"{config.model_dim // config.num_heads} here: {reason}; try ATTN=auto")
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width {width} here: "
+                     f"{reason}; try ATTN=auto")
 
 # ---- Optimizers --------------------------------------------------------------------------------
+# Each parameter is in one group. Rates are functions of the step and of the training clock alone.
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
     """Move the singular values of matrices (N, rows, columns) close to 1 by Newton-Schulz steps in
     bfloat16, multiplied in `compute` (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
     x = updates.bfloat16()
-    margin = 1.0 if table is JORDAN else 1.02  # steeper steps diverge a little above 1
+    margin, coefficients = table
     x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
     for i in range(steps):
-        a, b, c = table[min(i, len(table) - 1)]
+        a, b, c = coefficients[min(i, len(coefficients) - 1)]
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
@@ -762,6 +790,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update all matrices. A rank orthogonalises its share of each shape. Collective."""
         group = self.param_groups[0]
         for shape, params in self.banks.items():
             grads = torch.stack([p.grad for p in params])
@@ -788,7 +817,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). No vector decays."""
+    """Adam with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Raises ValueError."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -805,14 +834,15 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
         require(name in kinds, f"{name} has no kind in build_optimizers; to train it like a "
                 "vector, add it to CONTROL_TENSOR_NAME_PATTERNS")
         groups[kinds[name]]["params"].append(p)
-    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+    has_muon = config.optimizer == "muon" and groups["matrix"]["params"]
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if has_muon else []
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
-def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """The factor on the rates and Muon's momentum in `step`, which begins after `elapsed_ms`.
-    With a cap, WARMDOWN_ITERS end there; the other shapes (cosine: arXiv:1608.03983) at either."""
+def rate_factor(config: Config, step: int, elapsed_ms: float) -> float:
+    """The factor on the learning rates in `step`, which begins after `elapsed_ms`. With a cap,
+    WARMDOWN_ITERS end there; other shapes (cosine: arXiv:1608.03983) there or with ITERATIONS."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
         steps = max(1, config.iterations - config.lr_warmup_steps)
@@ -827,40 +857,16 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     else:
         shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
-    factor = min((step + 1) / max(1, config.lr_warmup_steps), factor)
+    return min((step + 1) / max(1, config.lr_warmup_steps), factor)
+
+def muon_momentum(config: Config, step: int) -> float:
+    """Muon's momentum in `step`, which rises by a straight line."""
     steps = config.muon_momentum_warmup_steps
     done = min(1.0, step / steps) if steps else 1.0
-    momentum = (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
-    return factor, momentum
+    return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
 
-# ---- Evaluation and export ---------------------------------------------------------------------
-@torch.no_grad()
-def evaluate(run: "Run", length: int = 0, stride: int = 0) -> dict[str, float]:
-    """Score what is new in windows of `length` tokens (0: a row), moved by `stride` (0: length)."""
-    start_ms = run.ranks.now_ms()
-    config, ranks = run.config, run.ranks
-    count = len(run.val_tokens) - 1
-    length = min(length or config.train_seq_len, count)
-    stride = stride or length
-    windows = 1 + math.ceil((count - length) / stride)
-    limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-    batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
-    stops = np.minimum(length + stride * np.arange(windows + batch), count)
-    starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
-    device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
-        rows = slice(first, first + batch)
-        places = stops[rows, None] - length + np.arange(length)
-        is_scored = places >= starts[rows, None]
-        inputs = run.val_tokens[places].astype(np.int64)
-        targets = np.where(is_scored, run.val_tokens[places + 1].astype(np.int64), -1)
-        inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
-        nats += run.model(inputs, targets).to(device).double() * int(is_scored.sum())
-    total = ranks.sum(nats).item()
-    return {"val_loss": total / count, "val_bpb": total / math.log(2) / run.val_bytes,
-            "eval_time_ms": ranks.now_ms() - start_ms}
-
+# ---- Export ------------------------------------------------------------------------------------
+# Files may be hostile: reading them runs no code and takes no more memory than the model needs.
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
     is_matrix = tensor.ndim == 2
@@ -894,6 +900,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     clip = config.export_clip
+    published = config.export_bits == config.embed_bits == 8 and not clip and not grams
     about = {name: getattr(config, name.lower()) for name in KEPT}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -905,12 +912,8 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             gram = (grams or {}).get(name)
-            plain = t.ndim != 2 or (bits == 8 and not clip and gram is None)
-            try:
-                pair = quantize_tensor(t) if plain else round_rows(t, bits, clip, gram)
-            except torch.linalg.LinAlgError:  # of a gram that cannot be factorised
-                pair = round_rows(t, bits, clip)
-                print(f"warning: {name} is rounded to nearest, not by GPTQ", file=sys.stderr)
+            plain = published or t.ndim != 2 or matches(name, config.control_tensor_name_patterns)
+            pair = quantize_tensor(t) if plain else round_rows(t, bits, clip, gram)
             artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -925,17 +928,11 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
     parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
     return artifact, sum(t.nbytes for part in parts for t in part.values())
 
-def read_description(path: str) -> dict[str, str]:
-    """An artifact's variables; {} for other files. Raises ValueError for unknown ones."""
-    try:
-        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
-        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
-        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
-    except (OSError, zlib.error, ValueError, RecursionError):
-        return {}
-    unknown = ", ".join(about.keys() - set(KEPT))
-    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
-    return {name: str(value) for name, value in about.items()}
+def saved(value) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
     """The artifact's file, and what the log says about it."""
@@ -1002,61 +999,129 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from None
 
-def saved(value) -> bytes:
-    """The bytes that torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
 @torch.no_grad()
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
-    """x x^T (columns, columns), summed over a layer's inputs in the steps' batches, by weight."""
+    """x^T x (columns, columns) of a layer's inputs in the steps' batches, by weight. Collective."""
     layers = {f"{name}.weight": module for name, module in model.named_modules()
               if isinstance(module, nn.Linear | nn.Embedding)}
     for layer in layers.values():
         layer.gram = 0.0
     with torch.compiler.set_stance("force_eager"):
-        for batches in steps:
-            for x, y in batches:
-                model(x, y)
+        for x, y in [pair for batches in steps for pair in batches]:
+            model(x, y)
     grams = {name: ranks.sum(layer.gram).cpu() for name, layer in layers.items()
              if isinstance(layer.gram, Tensor)}  # an untied table has none
     model.apply(lambda module: setattr(module, "gram", None))
     return grams
 
-def export(run: "Run") -> None:
-    """Write final_model.int8.ptz, if train() packed a model, and score what it holds."""
-    config, log = run.config, run.log
-    if run.packed:
-        data, about = run.packed
-        path = Path(config.out_dir, "final_model.int8.ptz")
-        write_whole(path, data)
-        ratio = sum(t.nbytes for t in run.model.state_dict().values()) / about["payload_bytes"]
-        log.event("export", "Serialized model: {model_bytes} bytes\nCode size: {code_bytes} bytes\n"
-                  f"Total submission size: {run.model_bytes + len(run.code)} bytes\n"
-                  "Serialized model int8+zlib: {artifact_bytes} bytes (payload:{payload_bytes} "
-                  f"raw_torch:{{raw_bytes}} payload_ratio:{ratio:.2f}x)\n"
-                  f"Total submission size int8+zlib: {len(data) + len(run.code)} bytes",
-                  step=run.step, model_bytes=run.model_bytes, code_bytes=len(run.code),
-                  code_sha256=sha256(run.code).hexdigest(), **about)
-        load_weights(run.model, path, about["artifact_sha256"])
-    if run.ranks.world_size > 1:
-        for p in run.model.parameters():  # the other ranks may not see the file
-            dist.broadcast(p.data, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the files are written
-    exact = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}"
-    timed = " eval_time:{eval_time_ms:.0f}ms" + run.partial
-    if config.eval_seq_len or config.eval_stride:
-        score = evaluate(run, config.eval_seq_len, config.eval_stride)
-        log.event("windows", f"windows {exact}{timed}", step=run.step, **score)
-    rounded = "val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f}"
-    score = evaluate(run)
-    log.event("final", f"final_int8_zlib_roundtrip {rounded}{timed}\n"
-              f"final_int8_zlib_roundtrip_exact {exact}{run.partial}", step=run.step, **score)
-    if run.unsaved:
-        write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
+# ---- Training ----------------------------------------------------------------------------------
+# A Trainer holds all that a step changes: set back, it undoes the warm-up or resumes, bit for bit.
+class Clock:
+    """The steps done, the training time on which the ranks agreed last, and signals to stop.
+    Agreeing waits for the device; in between, time advances at the latest pace."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.ranks, self.iterations = ranks, config.iterations
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.signals = []  # received by this process: number and time
+        self.stop_signal = 0  # received by any rank when the ranks last agreed
+        self.set(0, 0.0)
 
-# ---- Checkpoints -------------------------------------------------------------------------------
+    def set(self, step: int, time_ms: float) -> None:
+        """Start the clock after `step` steps, which took `time_ms`."""
+        self.step, self.time_ms = step, time_ms
+        self.agreed_step, self.agreed_ms = step, time_ms
+        self.pace_ms = time_ms / max(step, 1)  # of the latest steps
+        self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
+
+    def agree(self, is_bad: bool = False) -> bool:
+        """Take the ranks' largest time and any signal; whether any rank `is_bad`. Collective."""
+        number = self.signals[0][0] if self.signals else 0
+        elapsed_ms = self.ranks.now_ms() - self.zero_ms
+        self.stop_signal, self.time_ms, is_bad = self.ranks.max(number, elapsed_ms, is_bad)
+        if self.step > self.agreed_step:
+            self.pace_ms = (self.time_ms - self.agreed_ms) / (self.step - self.agreed_step)
+            self.agreed_step, self.agreed_ms = self.step, self.time_ms
+        return bool(is_bad)
+
+    @contextmanager
+    def paused(self):
+        """Stop the clock on all ranks for what is not training. Collective."""
+        self.agree()
+        stopped_ms = self.time_ms
+        yield
+        self.agree()
+        self.zero_ms += self.time_ms - stopped_ms
+        self.time_ms = stopped_ms
+
+    def on_signal(self, number: int, frame) -> None:
+        """Keep a signal until the ranks agree on it. A second Ctrl-C ends this process at once."""
+        now = time.monotonic()
+        if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
+            os._exit(128 + number)  # sys.exit would wait for other ranks
+        if not self.signals and self.ranks.rank == 0:
+            os.write(2, b"stopping after this step or validation; Ctrl-C again: at once\n")
+        self.signals.append((number, now))
+
+class Trainer:
+    """All that a step changes: model, optimizers, loss scale, clock. Every rank starts with the
+    weights of rank 0. Raises ValueError if INIT_FROM does not fit."""
+    def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
+        self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if init_from:
+            load_weights(self.model, init_from)
+        self.model.to(ranks.device)
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        self.averaging = self.model  # with DDP, backward averages the gradients of all ranks
+        if ranks.world_size > 1:
+            torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same on all ranks
+            self.averaging = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+
+    def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
+        rank's mean loss in nats and the norm of all gradients: float32, 0-d. Collective."""
+        config, step = self.config, self.clock.step
+        factor = rate_factor(config, step, self.clock.time_ms)
+        for group in [group for optimizer in self.optimizers for group in optimizer.param_groups]:
+            group["lr"] = group["base_lr"] * factor
+            group["momentum"] = muon_momentum(config, step)  # Adam ignores it
+        losses = torch.zeros((), device=self.ranks.device)
+        for i, (x, y) in enumerate(batches, 1):
+            self.averaging.require_backward_grad_sync = i == len(batches)  # one exchange a step
+            loss = self.averaging(x, y) * (1 / len(batches))
+            self.scaler.scale(loss).backward()
+            losses += loss.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
+        if config.grad_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        return losses, norm
+
+    def state_dict(self) -> dict:
+        """All that a step changes; the tensors are the live ones."""
+        return {"step": self.clock.step, "time_ms": self.clock.time_ms,
+                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Return to a `state_dict` and start the clock. Optimizers get new `param_groups`."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        self.scaler.load_state_dict(state["scaler"])
+        self.clock.set(int(state["step"]), float(state["time_ms"]))
+
+# ---- Checkpoints and the loop ------------------------------------------------------------------
+# All ranks branch together, by the step or by what they agreed on; rank 0 writes, all ranks read.
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
@@ -1080,275 +1145,193 @@ def find_checkpoint(config: Config) -> dict | None:
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     return None
 
-def state_of(run: "Run") -> dict:
-    """Everything that training changes, and what it reads; the tensors are the live ones."""
-    return {"step": run.step, "time_ms": run.time_ms, "model": run.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-            "scaler": run.scaler.state_dict(), "training_tokens": run.loader.tokens}
-
-def restore(run: "Run", state: dict) -> None:
-    """Restore the run to `state`, which state_of returned."""
-    run.model.load_state_dict(state["model"])
-    for optimizer, values in zip(run.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(values)
-    run.scaler.load_state_dict(state["scaler"])
-    run.step = int(state["step"])
-    run.time_ms = float(state["time_ms"])
-
-def resume(run: "Run", state: dict) -> None:
-    """Continue from a checkpoint. Raises ValueError if its settings or tensors do not fit."""
+def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
+    """Continue from a checkpoint. Raises ValueError if its settings, text or tensors do not fit."""
     try:
         old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
-        new = asdict(run.config)
+        new = asdict(trainer.config)
         fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
                    for name in fixed if old[name] != new[name]]
         refused += [f"this script has no {name.upper()}" for name in sorted(old.keys() - new)]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
-        restore(run, state)
-        require(0 <= run.step <= run.config.iterations and 0 <= run.time_ms < math.inf,
-                f"step {run.step} after {run.time_ms} ms is not in this run")
-        seen, tokens = state.get("training_tokens"), run.loader.tokens  # older ones have none
+        trainer.load_state_dict(state)
+        step, time_ms = trainer.clock.step, trainer.clock.time_ms
+        require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
+                f"step {step} after {time_ms} ms is not in this run")
+        seen, tokens = state.get("training_tokens"), loader.tokens  # older ones have none
         require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
-    run.log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
-                  step=run.step, train_time_ms=run.time_ms, file=state["path"])
 
-def save_checkpoint(run: "Run") -> None:
+def save_checkpoint(trainer: Trainer, loader: TokenLoader, log: RunLog) -> None:
     """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
-    path = Path(run.config.out_dir, "checkpoints", f"{run.config.run_id}_{run.step:08d}.pt")
+    config, step = trainer.config, trainer.clock.step
+    path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
     try:
         path.parent.mkdir(exist_ok=True)
-        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(run.config), **state_of(run)})
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(config),
+                      "training_tokens": loader.tokens, **trainer.state_dict()})
         write_whole(path, data)
-        run.log.event("checkpoint", step=run.step, file=path.name, bytes=len(data))
-        older = [other for other in list_checkpoints(run.config) if other != path]
-        for old in older[run.config.keep_checkpoints - 1:]:
+        log.event("checkpoint", step=step, file=path.name, bytes=len(data))
+        older = [other for other in list_checkpoints(config) if other != path]
+        for old in older[config.keep_checkpoints - 1:]:
             old.unlink()
     except OSError as error:
-        run.log.line(f"warning: checkpoint of step {run.step}: {error}")
-
-# ---- Training ----------------------------------------------------------------------------------
-class Run:
-    """The parts of a run and its progress. Raises ValueError if the run cannot work."""
-    def __init__(self, config: Config, overrides: dict, source: str):
-        self.ranks = ranks = start_ranks(config)
-        torch.set_float32_matmul_precision(config.matmul_precision)
-        checkpoint = find_checkpoint(config)
-        if checkpoint and not config.run_id:
-            config = replace(config, run_id=checkpoint["run_id"])
-        must_compile = config.compile == "1"
-        self.config = config = resolve(config, ranks)
-        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-        self.step = 0  # steps done
-        self.time_ms = 0.0  # on the training clock, which validations do not move
-        self.signals = []  # received by this process: number and time
-        self.stop_signal = 0  # received by any rank when the ranks last agreed
-        self.first_bad = torch.tensor(NEVER, device=ranks.device)  # step that was not finite
-        validation = load_validation(config)
-        self.tokenizer_kind, self.val_tokens, self.val_bytes, self.data_sha256 = validation
-        self.partial = f" partial:{config.val_tokens}" if config.val_tokens else ""  # for the log
-        self.loader = TokenLoader(config, ranks) if config.iterations else None
-        torch.manual_seed(config.seed)
-        self.model = GPT(config)
-        if config.init_from and not checkpoint:
-            load_weights(self.model, config.init_from)
-        self.model.to(ranks.device)
-        self.packed = self.unsaved = None  # pack's; a final_model.pt that could not be written
-        self.code = source.encode("utf-8")
-        self.optimizers = build_optimizers(self.model, config, ranks)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
-        self.log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
-        announce(self, overrides)
-        if checkpoint:
-            resume(self, checkpoint)
-        if self.loader and config.compile == "1":
-            compile_model(self, must_compile or ranks.device.type == "cuda")
-        place = [self.step, -self.step, self.time_ms, -self.time_ms]
-        require(ranks.max(*place) == place, "RESUME: ranks found other checkpoints; share OUT_DIR")
-        self.pace_ms = self.time_ms / max(self.step, 1)  # of the latest steps
-        self.agreed = self.logged = (self.step, self.time_ms)  # when last agreed, logged
-        self.parallel = self.model
-        if ranks.world_size > 1:  # sends rank 0's weights to all; one exchange a step
-            torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
-            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same on all ranks
-            self.parallel = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
-
-    def on_signal(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
-            os._exit(128 + number)  # a second Ctrl-C; sys.exit would wait for other ranks
-        if not self.signals and self.ranks.rank == 0:
-            os.write(2, b"stopping after this step or validation; Ctrl-C again: at once\n")
-        self.signals.append((number, now))
-
-    def agree(self, *values: float) -> list[float]:
-        number = self.signals[0][0] if self.signals else 0
-        self.stop_signal, *largest = self.ranks.max(number, *values)
-        return largest
-
-def train_step(run: Run, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Make one update; return the mean loss of this rank's micro-batches, and the norm."""
-    config = run.config
-    factor, momentum = schedule(config, run.step, run.time_ms)
-    for group in [group for optimizer in run.optimizers for group in optimizer.param_groups]:
-        group["lr"] = group["base_lr"] * factor
-        group["momentum"] = momentum  # Adam ignores it
-    losses = torch.zeros((), device=run.ranks.device)
-    for i, (x, y) in enumerate(batches, 1):
-        run.parallel.require_backward_grad_sync = i == len(batches)
-        loss = run.parallel(x, y) * (1 / len(batches))
-        run.scaler.scale(loss).backward()
-        losses += loss.detach()
-    for optimizer in run.optimizers:
-        run.scaler.unscale_(optimizer)
-    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
-    if config.grad_clip_norm > 0:
-        nn.utils.clip_grads_with_norm_(run.model.parameters(), config.grad_clip_norm, norm)
-    for optimizer in run.optimizers:
-        run.scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    run.scaler.update()
-    # float16 skips a step whose gradient overflows, but not for ever.
-    watched = losses if config.dtype == "float16" else losses + norm
-    is_bad = ~watched.isfinite() | (run.scaler.get_scale() < 2**-20)
-    run.first_bad = torch.where(is_bad & (run.first_bad > run.step), run.step, run.first_bad)
-    return losses, norm
+        log.line(f"warning: checkpoint of step {step}: {error}")
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
 
-def train(run: Run) -> None:
-    """Warm up; train until ITERATIONS, the wall-clock cap or a signal."""
-    config, log, ranks, loader = run.config, run.log, run.ranks, run.loader
-    grams, batches = {}, []
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else only scores
-    # Warm-up: steps that are not timed, and undone. A calibration that would fail fails now.
-    if loader:
-        before = saved(state_of(run))
-        if config.gptq_batches:
-            calibrate(run.model, [loader.batches(0)[:1]], ranks)
-        for step in range(1, config.warmup_steps + 1):
-            train_step(run, loader.batches(0)[:1])
-            log.line(f"warmup_step:{step}/{config.warmup_steps}")
-            run.agree()
-            if run.stop_signal:
-                break
-        restore(run, read_archive(before))
-        run.first_bad.fill_(NEVER)
+def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
+    """Take WARMUP_STEPS steps, undo them, start the clock. Calibration that fails, fails now."""
+    config, clock = trainer.config, trainer.clock
+    before = saved(trainer.state_dict())
+    if loader and config.gptq_batches:
+        calibrate(trainer.model, [loader.batches(0)[:1]], trainer.ranks)
+    for i in range(1, config.warmup_steps + 1 if config.iterations else 0):
+        trainer.train_step(loader.batches(0)[:1])
+        log.line(f"warmup_step:{i}/{config.warmup_steps}")
+        clock.agree()
+        if clock.stop_signal:
+            break
     gc.collect()
     gc.disable()  # a collection in the middle of a step would hold up all ranks
-    run.zero_ms = ranks.now_ms() - run.time_ms  # when the clock was at zero
-    step = first_step = run.step
-    while True:  # first a checkpoint, since what follows can take long
-        done = step >= config.iterations or run.time_ms >= run.cap_ms
-        saves = config.checkpoint_every and (done or is_due(step, config.checkpoint_every))
-        if step > first_step and (saves or run.stop_signal) and ranks.rank == 0:
-            save_checkpoint(run)
-        if run.stop_signal:
-            break
+    trainer.load_state_dict(read_archive(before))
 
-        if done and exports and ranks.rank == 0:  # first of all, and off the clock
-            start_ms = ranks.now_ms()
-            run.unsaved = saved({name: t.cpu() for name, t in run.model.state_dict().items()})
-            run.model_bytes = len(run.unsaved)
-            with suppress(OSError):  # a full disk: export() tries again, after the artifact
-                write_whole(Path(config.out_dir, "final_model.pt"), run.unsaved)
-                run.unsaved = None
-            run.zero_ms += ranks.now_ms() - start_ms
-        if done and config.gptq_batches and loader:  # on the clock: it reads training text
-            steps = [loader.batches(i) for i in range(step, step + config.gptq_batches)]
-            grams = calibrate(run.model, steps, ranks)
-            run.time_ms = ranks.now_ms() - run.zero_ms
+def show(score: dict, digits: int = 8) -> str:
+    """The loss and the bits per byte of a score, as the published trainer prints them."""
+    return f"val_loss:{score['val_loss']:.{digits}f} val_bpb:{score['val_bpb']:.{digits}f}"
 
-        # Validation, off the clock. With SIZE_CAP, each also tells whether the model would fit.
-        if exports and (done or is_due(step, config.val_loss_every)):
-            paused_ms = ranks.max(ranks.now_ms() - run.zero_ms)[0]
-            log.event("val", f"step:{step}/{config.iterations} val_loss:{{val_loss:.4f}} "
-                      "val_bpb:{val_bpb:.4f} train_time:{train_time_ms:.0f}ms "
-                      f"step_avg:{run.time_ms / max(step, 1):.2f}ms{run.partial}",
-                      step=step, train_time_ms=run.time_ms, **evaluate(run))
-            if ranks.rank == 0 and (done or config.size_cap):
-                run.packed = pack(run.model.state_dict(), config, grams)
-                size = len(run.packed[0]) + len(run.code)
-                fits = "" if size <= config.size_cap else " WARNING: too large; lower EXPORT_BITS"
-                if config.size_cap:
-                    log.line(f"size:{size} bytes of SIZE_CAP={config.size_cap}{fits}")
-            gc.collect()
-            run.zero_ms += ranks.max(ranks.now_ms() - run.zero_ms)[0] - paused_ms
-            if not done:
-                run.agree()
-        if done:
-            break
-        if run.stop_signal:
-            continue  # to the checkpoint above
+def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
+    """Log the model's score, off the clock. Collective."""
+    clock = trainer.clock
+    with clock.paused():
+        score = validation.score(trainer.model)
+        log.event("val", f"step:{clock.step}/{clock.iterations} {show(score, 4)} train_time:"
+                  f"{clock.time_ms:.0f}ms step_avg:{clock.time_ms / max(clock.step, 1):.2f}ms"
+                  f"{validation.label}", step=clock.step, train_time_ms=clock.time_ms, **score)
+        gc.collect()
 
-        # One step. Now and then the ranks agree on time, signals and faults.
-        loss, norm = train_step(run, batches or loader.batches(step))
-        run.step = step = step + 1
+def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor, norm: Tensor,
+             since: tuple[int, float]) -> None:
+    """Log the step just done; `since`: step and ms of the line before. Collective."""
+    config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
+    loss = trainer.ranks.sum(losses).item() / trainer.ranks.world_size
+    lr, grad_norm = trainer.optimizers[-1].param_groups[0]["lr"], norm.item()
+    rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
+    epoch = step * loader.pieces * loader.stride / loader.tokens
+    end_ms = min(trainer.clock.cap_ms, config.iterations * time_ms / step)
+    eta_s = max(0.0, end_ms - time_ms) / 1000
+    mem_mib = torch.cuda.max_memory_allocated() >> 20
+    log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
+              f"{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
+              f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f} mem:{mem_mib}MiB "
+              f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}",
+              step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=time_ms / step, lr=lr,
+              grad_norm=grad_norm, tok_per_sec=rate, mem_mib=mem_mib, eta_s=eta_s, epoch=epoch)
+
+def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
+    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if that diverges."""
+    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    first_step, logged, batches = clock.step, (clock.step, clock.time_ms), []
+    while True:
+        # A checkpoint comes first, since what follows can take long.
+        done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
+        saves = config.checkpoint_every and (done or is_due(clock.step, config.checkpoint_every))
+        if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
+            save_checkpoint(trainer, loader, log)
+        if done or clock.stop_signal:
+            return
+        if is_due(clock.step, config.val_loss_every):
+            validate(trainer, validation, log)
+            if clock.stop_signal:
+                continue  # to the checkpoint above
+        loss, norm = trainer.train_step(batches or loader.batches(clock.step))
+        step = clock.step = clock.step + 1
+        clock.time_ms += clock.pace_ms
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
-        run.time_ms += run.pace_ms
+
+        # Now and then the ranks agree on time, signals and faults: often near the cap.
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
-                or run.pace_ms > 1000 or run.time_ms > run.cap_ms - 20 * run.pace_ms
+                or clock.pace_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * clock.pace_ms
                 or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
-            steps_ago = max(0, step - int(run.first_bad))  # waits for the device
-            run.time_ms, steps_ago = run.agree(ranks.now_ms() - run.zero_ms, steps_ago)
-            run.pace_ms = (run.time_ms - run.agreed[1]) / (step - run.agreed[0])
-            run.agreed = (step, run.time_ms)
-            if steps_ago:
-                bad = step - int(steps_ago)
-                token = loader.start(bad * loader.pieces)
-                log.event("nonfinite", step=bad + 1, token=token)
-                raise FloatingPointError(
-                    f"the loss or gradient of step:{bad + 1} is not finite, at training token "
-                    f"{token}; lower the rates or set GRAD_CLIP_NORM=1")
-        if is_logged or run.time_ms >= run.cap_ms:
-            average = run.time_ms / step
-            tokens = (step - run.logged[0]) * config.train_batch_tokens
-            rate = tokens / max(run.time_ms - run.logged[1], 1e-6) * 1000
-            run.logged = (step, run.time_ms)
-            left_s = max(0.0, min(run.cap_ms, config.iterations * average) - run.time_ms) / 1000
-            log.event("train", f"step:{step}/{config.iterations} train_loss:{{train_loss:.4f}} "
-                      "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} "
-                      "grad_norm:{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} mem:{mem_mib}MiB "
-                      f"eta:{left_s / 60:.1f}m epoch:{{epoch:.3f}}", step=step,
-                      train_loss=ranks.sum(loss).item() / ranks.world_size,
-                      train_time_ms=run.time_ms, step_avg_ms=average,
-                      lr=run.optimizers[-1].param_groups[0]["lr"], grad_norm=norm.item(),
-                      tok_per_sec=rate, mem_mib=torch.cuda.max_memory_allocated() >> 20,
-                      eta_s=left_s, epoch=step * loader.pieces * loader.stride / loader.tokens)
-        if step == 10 and config.warmdown_iters > 1 > config.min_lr and schedule(
-                config, config.iterations - 1, config.iterations * average)[0] == 1:
+            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # overflows
+            if clock.agree(not (loss if skips else loss + norm).isfinite()):
+                log.event("nonfinite", step=step)
+                raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
+                                         "lower the rates or set GRAD_CLIP_NORM=1")
+        if is_logged or clock.time_ms >= clock.cap_ms:
+            log_step(trainer, loader, log, loss, norm, logged)
+            logged = (step, clock.time_ms)
+        if step == 10 and config.warmdown_iters > 1 > config.min_lr and rate_factor(
+                config, config.iterations - 1, config.iterations * clock.time_ms / step) == 1:
             log.line("warning: ITERATIONS end before the rates fall; set WARMDOWN_FRACTION=0.4")
-    if run.stop_signal:
-        log.line(f"stopped: signal {run.stop_signal:.0f} after step:{run.step}; set RESUME=auto")
-    elif run.step < config.iterations:
-        log.line(f"stopping_early: wallclock_cap train_time:{run.time_ms:.0f}ms "
-                 f"step:{run.step}/{config.iterations}")
-    log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
-             f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
 
-def compile_model(run: Run, required: bool) -> None:
-    """Compile the model. If that fails, raise ValueError if `required`, else train without."""
-    model = run.model
-    model.compile(dynamic=False, fullgraph=True)
-    try:
-        model(*run.loader.batches(0)[0]).backward()
-    except Exception as error:  # compilers fail in many ways
-        if re.search("out of memory|t allocate memory", str(error)):
-            raise
-        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
-                "for example gcc or python3-dev, or set COMPILE=0")
-        torch.compiler.set_stance("force_eager")
-        run.log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
-    model.zero_grad(set_to_none=True)
+def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
+           log: RunLog) -> None:
+    """Write final_model.pt and final_model.int8.ptz, and read the latter back. Calibration reads
+    training text, so it is on the clock. A signal waits for the files. Raises OSError."""
+    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    state, grams = trainer.model.state_dict(), None
+    with clock.paused():
+        if ranks.rank == 0:  # the floats first: nothing below can lose them
+            floats = saved({name: t.cpu() for name, t in state.items()})
+            try:
+                write_whole(Path(config.out_dir, "final_model.pt"), floats)
+            except OSError as error:  # a full disk may still hold the artifact
+                log.line(f"warning: {error}")
+    if config.gptq_batches:
+        steps = range(clock.step, clock.step + config.gptq_batches)
+        grams = calibrate(trainer.model, [loader.batches(step) for step in steps], ranks)
+        clock.agree()
+    validate(trainer, validation, log)
+    if clock.step < config.iterations:
+        log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
+                 f"step:{clock.step}/{config.iterations}")
+    if ranks.device.type == "cuda":
+        log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+                 f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+    if ranks.rank == 0:
+        path, code_bytes = Path(config.out_dir, "final_model.int8.ptz"), len(log.code)
+        data, about = pack(state, config, grams)
+        write_whole(path, data)
+        floats_bytes = sum(t.nbytes for t in state.values())
+        payload, raw = about["payload_bytes"], about["raw_bytes"]
+        log.event("export", f"""Serialized model: {len(floats)} bytes
+Code size: {code_bytes} bytes
+Total submission size: {len(floats) + code_bytes} bytes
+Serialized model int8+zlib: {len(data)} bytes \
+(payload:{payload} raw_torch:{raw} payload_ratio:{floats_bytes / payload:.2f}x)
+Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
+                  step=clock.step, model_bytes=len(floats), code_bytes=code_bytes,
+                  code_sha256=sha256(log.code).hexdigest(), **about)
+        if 0 < config.size_cap < len(data) + code_bytes:
+            log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
+        load_weights(trainer.model, path, about["artifact_sha256"])
+    if ranks.world_size > 1:
+        for p in trainer.model.parameters():  # the other ranks may not see the file
+            dist.broadcast(p.data, 0)
+    clock.agree()
 
+def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
+    """Score what the artifact holds. Raises FloatingPointError if the score is not finite."""
+    config, step = trainer.config, trainer.clock.step
+    if config.eval_seq_len or config.eval_stride:
+        score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
+        log.event("windows", f"windows {show(score)} eval_time:{score['eval_time_ms']:.0f}ms"
+                  f"{validation.label}", step=step, **score)
+    score = validation.score(trainer.model)
+    name, took = "final_int8_zlib_roundtrip", f" eval_time:{score['eval_time_ms']:.0f}ms"
+    log.event("final", f"{name} {show(score, 4)}{took}{validation.label}\n"
+              f"{name}_exact {show(score)}{validation.label}", step=step, **score)
+    if not math.isfinite(score["val_loss"]):
+        raise FloatingPointError("the final score is not finite; lower the rates")
+
+# ---- A run -------------------------------------------------------------------------------------
+# `run` wires the parts. Nothing is written before all is checked; errors of the user are sentences.
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
@@ -1389,24 +1372,40 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
 
-def announce(run: Run, overrides: dict) -> None:
-    """Log the data, the model and the settings, in the lines that the published trainer prints."""
-    c = run.config
+def compile_model(trainer: Trainer, loader: TokenLoader, log: RunLog, required: bool) -> None:
+    """Compile the model. If that fails, raise ValueError if `required`, else train without."""
+    model = trainer.model
+    model.compile(dynamic=False, fullgraph=True)
+    try:
+        model(*loader.batches(0)[0]).backward()
+    except Exception as error:  # compilers fail in many ways
+        if OUT_OF_MEMORY.search(str(error)):
+            raise
+        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
+                "for example gcc or python3-dev, or set COMPILE=0")
+        torch.compiler.set_stance("force_eager")
+        log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
+    model.zero_grad(set_to_none=True)
+
+def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validation, log: RunLog,
+             overrides: dict) -> None:
+    """Log data, model and settings, in lines that begin as the published trainer's."""
+    c, ranks, model = trainer.config, trainer.ranks, trainer.model
     settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    rates = {"head": 0.0} | {group["kind"]: group["base_lr"] for group in groups}
-    shards, tokens = (len(run.loader.files), run.loader.tokens) if run.loader else (0, 0)
-    val_tokens = len(run.val_tokens) - 1
+    rates = {"head": 0.0} | {group["kind"]: group["base_lr"] for optimizer in trainer.optimizers
+                             for group in optimizer.param_groups}
+    shards, tokens = (len(loader.files), loader.tokens) if loader else (0, 0)
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
-    run.log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
-                  world_size=run.ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
-                  val_tokens=val_tokens, val_bytes=run.val_bytes, data_sha256=run.data_sha256)
-    run.log.line(f"""val_bpb:enabled tokenizer_kind={run.tokenizer_kind} \
+    log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
+              world_size=ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
+              val_tokens=validation.count, val_bytes=validation.bytes,
+              data_sha256=validation.data_sha256)
+    log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens}
-val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{val_tokens}{run.partial}
-model_params:{sum(p.numel() for p in run.model.parameters())}
-world_size:{run.ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{run.ranks.device} \
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.count}{validation.label}
+model_params:{sum(p.numel() for p in model.parameters())}
+world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
 sdp_backends:{" ".join(f"{name}={c.attn in name}" for name in SDPA)}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
@@ -1418,33 +1417,83 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}
 config:{json.dumps({**settings, "overrides": overrides})}""")
 
-def main() -> None:
-    """Set up a run, warm up, train, export, and score what was exported."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        return print_help()
-    source = Path(__file__).read_text(encoding="utf-8")
-    try:
-        run = Run(*load_config(sys.argv[1:], dict(os.environ)), source)
-        if run.loader:
-            signal.signal(signal.SIGTERM, run.on_signal)
-            signal.signal(signal.SIGINT, run.on_signal)
-        train(run)
-        if not run.stop_signal:
-            export(run)
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
-        sys.exit(f"train_gpt.py: {str(error) or 'stopped'}")
-    except RuntimeError as error:
-        if not re.search("out of memory|t allocate memory", str(error)):
-            raise
-        sys.exit(f"train_gpt.py: {error!s:.400}\n"
-                 "To save memory, lower MICRO_BATCH_TOKENS or MODEL_DIM")
-    if dist.is_initialized():
+def run(config: Config, overrides: dict, source: str) -> int:
+    """Train, export and score; return the exit status. Raises ValueError, OSError and others."""
+    ranks = start_ranks(config)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    checkpoint = find_checkpoint(config)
+    if checkpoint and not config.run_id:
+        config = replace(config, run_id=checkpoint["run_id"])
+    must_compile = config.compile == "1" or ranks.device.type == "cuda"
+    config = resolve(config, ranks)
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
+    validation = Validation(config, ranks)
+    reads = config.iterations or (exports and config.gptq_batches)
+    loader = TokenLoader(config, ranks) if reads else None
+    facts = {f.name.upper(): getattr(config, f.name) for f in fields(Config)
+             if f.type is not str or f.metadata["kind"] != "free"}  # else: paths and kernels
+    facts |= {"the validation text": sha256(validation.tokens).digest(),
+              "the training tokens": loader and loader.tokens,
+              "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
+    numbers = [zlib.crc32(repr(value).encode()) for value in facts.values()]
+    largest, negative = ranks.max(*numbers), ranks.max(*(-number for number in numbers))
+    wrong = [name for name, a, b in zip(facts, largest, negative) if a != -b]  # of the smallest
+    require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
+    trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
+    clock = trainer.clock
+    if checkpoint:
+        resume(trainer, loader, checkpoint)
+    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+    require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
+    log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
+    announce(trainer, loader, validation, log, overrides)
+    if checkpoint:
+        step, time_ms, path = clock.step, clock.time_ms, checkpoint["path"]
+        log.event("resume", f"resumed: step:{step} train_time:{time_ms:.0f}ms from {path}",
+                  step=step, train_time_ms=time_ms, file=path)
+    del checkpoint
+    if config.iterations and config.compile == "1":
+        compile_model(trainer, loader, log, must_compile)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, clock.on_signal)
+    warm_up(trainer, loader, log)
+    train(trainer, loader, validation, log)
+    if exports and not clock.stop_signal:
+        export(trainer, loader, validation, log)
+    if clock.stop_signal:
+        number = int(clock.stop_signal)
+        log.line(f"stopped: signal {number} after step:{clock.step}; set RESUME=auto")
+    else:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
+        log_final_scores(trainer, validation, log)
+    if ranks.world_size > 1:
         dist.barrier()  # gloo aborts in a rank whose peer has left
-        del run.parallel  # it keeps threads of gloo alive, which can abort Python's end
+        del trainer  # DDP keeps threads of gloo alive, which can abort Python's end
         gc.collect()
         dist.destroy_process_group()
-    if run.stop_signal:
-        sys.exit(128 + int(run.stop_signal))
+    return 128 + int(clock.stop_signal) if clock.stop_signal else 0
+
+def main() -> None:
+    """Run the script with this process's arguments and environment."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        return print_help()
+    try:
+        config, overrides = load_config(sys.argv[1:], dict(os.environ))
+        status = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
+        status = f"train_gpt.py: {str(error) or 'stopped'}"
+    except RuntimeError as error:
+        status = f"train_gpt.py: {error!s:.400}\nLower MICRO_BATCH_TOKENS or MODEL_DIM to save memory"
+        if dist.is_initialized() and re.search("Connection (reset|closed|refused)", str(error)):
+            status = "train_gpt.py: another rank has ended; its message says why"
+        elif not OUT_OF_MEMORY.search(str(error)):
+            raise
+    if status and dist.is_initialized():  # after an error, threads of gloo may abort Python's end
+        print(status, file=sys.stderr, flush=True)
+        os._exit(1)
+    if status:
+        sys.exit(status)
 
 if __name__ == "__main__":
     main()

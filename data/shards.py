@@ -181,7 +181,7 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -
         import train_gpt  # needs torch, which nothing else here does
         config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
                                   vocab_size=tokenizer.vocab_size, train_seq_len=1)
-        train_gpt.load_validation(config)
+        train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         for path in train_gpt.find_shards(config, "train") if has_training else ():
             train_gpt.check_ids(train_gpt.open_shard(path), tokenizer.vocab_size, path)
     except (ImportError, ValueError) as error:

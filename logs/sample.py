@@ -58,28 +58,13 @@ def choose(logits: Tensor, options, generator: torch.Generator) -> int:
     return int(largest.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def context_start(length: int, context: int) -> int:
-    """The first of `length` tokens that the model reads: when its context is full, it moves on by half of that."""
-    step = max(1, context // 2)
-    return max(0, math.ceil((length - context) / step) * step)
-
-
 @torch.inference_mode()
 def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator: torch.Generator) -> Iterator[int]:
-    """Yield the tokens that continue `ids` (at least one), until the document ends or there are `options.length`. The
-    context has TRAIN_SEQ_LEN tokens."""
+    """Yield the tokens that continue `ids` (at least one), until the document ends or there are `options.length`. Each
+    token reads the text again, at most its last TRAIN_SEQ_LEN tokens."""
     ids = list(ids)
-    context = model.config.train_seq_len
-    start = -1
     for _ in range(options.length):
-        tokens = ids[-1:]
-        if start != context_start(len(ids), context):
-            start, last_start = context_start(len(ids), context), start
-            if start and last_start <= 0:
-                print(f"[the context of TRAIN_SEQ_LEN={context} tokens is full; it moves on by half]", file=sys.stderr)
-            caches = [{} for _ in model.blocks]
-            tokens = ids[start:]
-        x = model.hidden(torch.tensor([tokens]), caches)[:, -1:]
+        x = model.hidden(torch.tensor([ids[-model.config.train_seq_len:]]))[:, -1:]
         token = choose(model.logits(x)[0, 0, :model.config.vocab_size], options, generator)
         if token == bos:
             return

@@ -80,9 +80,9 @@ def check_plan(options, settings: dict[str, str], seeds: list[str]) -> None:
     other_seeds(folder, options.base, options.division, problems)
     if track.get("divisions") and not problems:
         with chdir(ROOT):
-            _, tokens, val_bytes, digests = train_gpt.load_validation(config)
-        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len}, "val_tokens": len(tokens) - 1, "val_bytes": val_bytes,
-                "data_sha256": digests}
+            validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
+        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len}, "val_tokens": validation.count,
+                "val_bytes": validation.bytes, "data_sha256": validation.data_sha256}
         seen["table"] = find_table(track["divisions"][options.division]["scored"], seen)
         check_division(seen, options.division, problems)
     if problems:

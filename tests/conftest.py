@@ -17,8 +17,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records", "records/lab"))]
 
 import train_gpt  # noqa: E402
-from tiny import (TINY, events, make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config,  # noqa: E402, F401
-                  write_shard)
+from tiny import (TINY, events, make_shards, make_trainer, one_process, read_checkpoint, silent_log,  # noqa: E402, F401
+                  tiny_arguments, tiny_config, write_shard)
 
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():

@@ -8,7 +8,7 @@ import prepare
 import pytest
 import tokenization
 import train_gpt
-from conftest import tiny_config, write_shard
+from conftest import one_process, tiny_config, write_shard
 
 TRAPS = [
     "plain words, then a full stop.", " one leading space", "  two leading spaces", "trailing space ", "trailing  ",
@@ -62,7 +62,7 @@ def load(out, tokenizer):
     manifest = json.loads((out / "manifest.json").read_text())
     config = tiny_config(data_path=str(out), tokenizer_path=tokenizer, train_seq_len=1,
                          vocab_size=manifest["tokenizer"]["vocab_size"])
-    return manifest, config, train_gpt.load_validation(config)
+    return manifest, train_gpt.Validation(config, one_process())
 
 
 TRAPS_BYTES = sum(len(text.encode()) for text in TRAPS)
@@ -80,13 +80,14 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
     out, val = tmp_path / "set", TRAPS if file == "tokenizer.model" else [*TRAPS, MARKED]
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / ("val.jsonl" if val is TRAPS else "marked.jsonl"),
                 "--tokenizer", tokenizer, "--out", out)
-    manifest, _, (_, tokens, charged, digests) = load(out, str(out / file) if file else tokenizer)
-    assert digests == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")}
+    manifest, validation = load(out, str(out / file) if file else tokenizer)
+    assert validation.data_sha256 == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")}
     split = manifest["splits"]["val"]
-    assert charged == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
+    assert validation.bytes == split["bytes"] == split["decoded_bytes"] == sum(len(text.encode()) for text in val)
     assert split["original_per_decoded_byte"] == 1.0 and not manifest["tokenizer"]["changes_text"]
-    assert split["documents"] == len(val) and split["tokens"] == len(tokens)
-    assert (tokens == tokenization.load_tokenizer(str(out / file) if file else tokenizer).bos).sum() == len(val)
+    assert split["documents"] == len(val) and split["tokens"] == len(validation.tokens)
+    bos = tokenization.load_tokenizer(str(out / file) if file else tokenizer).bos
+    assert (validation.tokens == bos).sum() == len(val)
 
 
 @pytest.mark.parametrize("model", ["normalising", "dummy_prefix", "no_fallback", "defaults"])
@@ -94,12 +95,13 @@ def test_models_that_change_text_are_charged_what_is_left(corpus, tmp_path, monk
     out, path = tmp_path / "set", corpus / f"{model}.model"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", path,
                 "--out", out)
-    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
+    manifest, validation = load(out, str(out / "tokenizer.model"))
     import sentencepiece
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = [processor.encode(text) for text in TRAPS]
     unknown = sum(i == processor.unk_id() for document in ids for i in document)
     decoded = sum(len(processor.decode(document).encode()) for document in ids)
+    charged = validation.bytes
     assert charged == decoded - unknown * len(" \u2047 ".encode()) < TRAPS_BYTES
     assert (unknown > 0) == (model in ("no_fallback", "defaults"))
     split, changed = manifest["splits"]["val"], sum(map(str.__ne__, TRAPS, map(processor.decode, ids)))
@@ -132,8 +134,8 @@ def test_text_without_spaces_learns_a_space_all_the_same(tmp_path, monkeypatch):
     train = write_jsonl(tmp_path / "train.jsonl", ["".join(random.choice(list("天地玄黃宇宙洪荒日月盈昃"), 80)) for _ in range(200)])
     val, out = write_jsonl(tmp_path / "val.jsonl", ["天 地  玄 a b c"]), tmp_path / "set"
     run_prepare(monkeypatch, train, "--val-file", val, "--tokenizer", "sp300", "--out", out)
-    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
-    assert charged == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode())
+    manifest, validation = load(out, str(out / "tokenizer.model"))
+    assert validation.bytes == manifest["splits"]["val"]["bytes"] == len("天 地  玄 a b c".encode())
 
 
 def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
@@ -141,11 +143,11 @@ def test_a_literal_mark_is_a_change_of_text(corpus, tmp_path, monkeypatch):
     out = tmp_path / "set"
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "marked.jsonl", "--tokenizer", "sp320",
                 "--out", out)
-    manifest, _, (_, _, charged, _) = load(out, str(out / "tokenizer.model"))
+    manifest, validation = load(out, str(out / "tokenizer.model"))
     split = manifest["splits"]["val"]
     assert split["bytes"] == TRAPS_BYTES + len(MARKED.encode()) and split["changed_documents"] == 1
-    assert charged == split["bytes"] - 2 * MARKED.count("\u2581")
-    assert split["original_per_decoded_byte"] == split["bytes"] / charged
+    assert validation.bytes == split["bytes"] - 2 * MARKED.count("\u2581")
+    assert split["original_per_decoded_byte"] == split["bytes"] / validation.bytes
 
 
 def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
@@ -153,18 +155,18 @@ def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
     run_prepare(monkeypatch, corpus / "train.jsonl", "--val-file", corpus / "val.jsonl", "--tokenizer", "sp320",
                 "--out", out)
     path = out / "manifest.json"
-    manifest, config, _ = load(out, str(out / "tokenizer.model"))
+    manifest, validation = load(out, str(out / "tokenizer.model"))
     for change in ("decoded_bytes", "tokens"):
         wrong = json.loads(json.dumps(manifest))
         wrong["splits"]["val"][change] += 1
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="the score would be wrong"):
-            train_gpt.load_validation(config)
+            train_gpt.Validation(validation.config, one_process())
     path.write_text(json.dumps(manifest))
-    train_gpt.load_validation(config)
-    other = train_gpt.replace(config, tokenizer_path=str(corpus / "normalising.model"))
+    train_gpt.Validation(validation.config, one_process())
+    other = train_gpt.replace(validation.config, tokenizer_path=str(corpus / "normalising.model"))
     with pytest.raises(ValueError, match="the score would be wrong"):
-        train_gpt.load_validation(other)
+        train_gpt.Validation(other, one_process())
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"splits": []}', '{"splits": {"val": {"shards": [{}]}}}'])
@@ -172,7 +174,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path, text):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 40)
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match="manifest.json is damaged: "):
-        train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+        train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
 
 
 def test_vocabulary_and_tokenizer_must_agree(corpus):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenization
 import train_gpt
-from conftest import run_here, tiny_arguments, tiny_config
+from conftest import one_process, run_here, tiny_arguments, tiny_config
 
 TEXTS = ["the quick brown fox", "", " jumps over ", "the lazy dög\n" * 9, "a"]
 
@@ -34,7 +34,7 @@ def load(out):
     name, vocab_size = manifest["tokenizer"]["name"], manifest["tokenizer"]["vocab_size"]
     path = str(out / name) if (out / name).exists() else name
     config = tiny_config(data_path=str(out), tokenizer_path=path, vocab_size=vocab_size, train_seq_len=1)
-    return manifest, config, train_gpt.load_validation(config)
+    return manifest, train_gpt.Validation(config, one_process())
 
 
 def shard_tokens(config, split):
@@ -62,9 +62,10 @@ def test_documents_that_start_with_bos_are_kept_as_they_are(tmp_path, monkeypatc
             np.save(source / f"edu_{split}_000000.npy", tokens.astype(np.int64 if "int64" in kind else np.uint16))
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000",
                *["--headerless"] * (kind == "headerless"))
-    manifest, config, (_, tokens, charged, _) = load(out)
-    assert tokens.tolist() == byte_stream(TEXTS) and manifest["splits"]["val"]["original_per_decoded_byte"] == 1.0
-    assert shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 30)
+    manifest, validation = load(out)
+    charged = validation.bytes
+    assert validation.tokens.tolist() == byte_stream(TEXTS) and manifest["splits"]["val"]["original_per_decoded_byte"] == 1.0
+    assert shard_tokens(validation.config, "train").tolist() == byte_stream(TEXTS * 30)
     assert charged == manifest["splits"]["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert manifest["splits"]["train"]["bytes"] == 30 * charged and manifest["made_by"] == "data/convert.py 2"
     assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [150, 5]
@@ -79,8 +80,9 @@ def test_a_token_at_the_end_of_documents_moves_to_their_start(tmp_path, monkeypa
         (source / f"{split}_0.bin").write_bytes(tokens[:20].tobytes())
         (source / f"{split}_1.bin").write_bytes(tokens[20:].tobytes())
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
-    _, config, (_, tokens, _, _) = load(out)
-    assert tokens.tolist() == byte_stream(TEXTS) and shard_tokens(config, "train").tolist() == byte_stream(TEXTS * 9)
+    _, validation = load(out)
+    assert validation.tokens.tolist() == byte_stream(TEXTS)
+    assert shard_tokens(validation.config, "train").tolist() == byte_stream(TEXTS * 9)
 
 
 def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
@@ -92,10 +94,10 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     out = tmp_path / "set"
     convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl",
                "--headerless")
-    manifest, _, (kind, tokens, _, _) = load(out)
-    assert (kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
+    manifest, validation = load(out)
+    assert (validation.tokenizer_kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
     assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
-    assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(tokens).decode() == "".join(TEXTS)
+    assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(validation.tokens).decode() == "".join(TEXTS)
     run_here(monkeypatch, tmp_path, *tiny_arguments(  # and the trainer takes it
         out, TOKENIZER_PATH=out / "tokenizer.json", VOCAB_SIZE=len(chars), TRAIN_SEQ_LEN=16, ITERATIONS=1))
 
@@ -117,7 +119,7 @@ def test_the_last_split_in_a_name_counts(tmp_path, monkeypatch):
     write_bin(source / "my_val_set_train_000000.bin", byte_stream(TEXTS, 9))
     write_bin(source / "my_val_set_val_000000.bin", byte_stream(TEXTS))
     convert_to(monkeypatch, tmp_path / "set", source, "--tokenizer", "byte260")
-    manifest, _, _ = load(tmp_path / "set")
+    manifest, _ = load(tmp_path / "set")
     assert [manifest["splits"][split]["documents"] for split in ("train", "val")] == [45, 5]
 
 
@@ -131,8 +133,8 @@ def test_gpt2_tokens(tmp_path, monkeypatch):
         np.save(tmp_path / f"edu_{split}_000000.npy", np.array(
             [i for text in TEXTS for i in (encoding.eot_token, *encoding.encode_ordinary(text))], dtype=np.uint16))
     convert_to(monkeypatch, tmp_path / "set", tmp_path, "--tokenizer", "gpt2")
-    manifest, _, (kind, _, charged, _) = load(tmp_path / "set")
-    assert (kind, charged) == ("tiktoken", len("".join(TEXTS).encode()))
+    manifest, validation = load(tmp_path / "set")
+    assert (validation.tokenizer_kind, validation.bytes) == ("tiktoken", len("".join(TEXTS).encode()))
     assert manifest["splits"]["val"]["documents"] == len(TEXTS)
 
 

@@ -35,10 +35,10 @@ def test_a_shard_without_tokens(tmp_path):
 
 def test_ids_beyond_the_vocabulary_are_found_in_the_validation_split(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + [259])
-    assert len(train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))[1]) == 33
+    assert len(train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process()).tokens) == 33
     write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + [260])
     with pytest.raises(ValueError, match="x_val_000000.bin holds token 260.*VOCAB_SIZE=260"):
-        train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+        train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
 
 
 def test_missing_and_mixed_shards(tmp_path):
@@ -193,14 +193,14 @@ def test_large_ids_reach_the_device_as_they_are(tmp_path):
 def test_a_validation_split_shorter_than_a_row(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 32)
     with pytest.raises(ValueError, match="32 validation tokens.*TRAIN_SEQ_LEN=32"):
-        train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
+        train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
 
 
 def test_validation_is_cut_to_whole_rows_but_its_bytes_are_checked_uncut(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    kind, tokens, byte_count, digests = train_gpt.load_validation(tiny_config(data_path=str(tmp_path)))
-    assert (kind, len(tokens), byte_count) == ("byte", 65, 63)  # 64 targets, one of them BOS
-    assert digests == {}  # there is no manifest
+    validation = train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
+    assert (validation.tokenizer_kind, len(validation.tokens), validation.bytes) == ("byte", 65, 63)  # a target is BOS
+    assert validation.data_sha256 == {}  # there is no manifest
 
 
 def mutate(random, content: bytes) -> bytes:
@@ -250,7 +250,8 @@ def test_a_thousand_damaged_shards_are_errors_or_read_as_they_are(tmp_path):
             if split == "train":
                 read = train_gpt.TokenLoader(config, one_process()).read(0, len(held))
             else:
-                _, read, charged, _ = train_gpt.load_validation(config)
+                validation = train_gpt.Validation(config, one_process())
+                read, charged = validation.tokens, validation.bytes
         except ValueError as error:
             assert str(path) in str(error) or proven and "manifest.json says" in str(error) or "too few" in str(error)
             outcomes["error"] += 1

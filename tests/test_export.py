@@ -60,6 +60,27 @@ def test_quantisation_against_the_definition():
     assert artifact["scales"]["flat"] == 1.0 and artifact["quantized"]["flat"].eq(0).all()
 
 
+def test_few_bits_of_one_kind_leave_the_other_kind_eight_good_bits():
+    """The published scales are at least 1/127, which wastes most levels of small weights: only the published settings have them."""
+    weight = 0.02 * torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    for changes in (dict(export_bits=6), dict(embed_bits=7), dict(export_clip=9.0)):
+        config = tiny_config(**changes)
+        for name in ("tok_emb.weight", "blocks.0.mlp.fc.weight"):
+            artifact, _ = train_gpt.quantize({name: weight}, config)
+            bits = config.export_bits if name.startswith("blocks") else config.embed_bits
+            error = (train_gpt.dequantize(artifact, {name: weight})[name] - weight).square().mean().sqrt()
+            assert error < 0.02 * 10 / 2**bits
+    artifact, _ = train_gpt.quantize({"tok_emb.weight": weight}, tiny_config())
+    assert torch.equal(artifact["quantized"]["tok_emb.weight"], (127 * weight).round().to(torch.int8))
+
+
+def test_control_tensors_keep_eight_bits():
+    state = {"blocks.0.resid_mix": torch.randn(2, 32), "blocks.0.attn.c_q.weight": torch.randn(32, 32)}
+    artifact, _ = train_gpt.quantize(state, tiny_config(int8_keep_float_max_numel=0, export_bits=4))
+    assert artifact["quantized"]["blocks.0.attn.c_q.weight"].abs().max() == 7
+    assert artifact["quantized"]["blocks.0.resid_mix"].abs().max() == 127
+
+
 def test_halves_are_rounded_to_even():
     row = torch.zeros(1, 70_000)
     row[0, 0], row[0, 1], row[0, 2], row[0, 3] = 127.0, 0.5, 1.5, -2.5

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import shutil
+import signal
 import sys
 import threading
 import types
@@ -13,21 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import train_gpt
-from conftest import micro_batches, one_process, tiny_config
-from tiny import make_run
-
-
-SILENT = types.SimpleNamespace(batches=lambda step: [], pieces=1, stride=1, tokens=1)  # no steps
+from conftest import events, make_shards, make_trainer, micro_batches, one_process, silent_log, tiny_config, write_shard
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_in_the_right_group_and_only_there(tied):
-    run = make_run(tie_embeddings=tied, num_layers=4)
-    names = {p: name for name, p in run.model.named_parameters()}
-    seen = [p for o in run.optimizers for group in o.param_groups for p in group["params"]]
+    trainer = make_trainer(tie_embeddings=tied, num_layers=4)
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    seen = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
     assert len(seen) == len(set(seen)) == len(names)
-    config = run.config
-    for optimizer in run.optimizers:
+    config = trainer.config
+    for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for name in (names[p] for p in group["params"]):
                 if isinstance(optimizer, train_gpt.Muon):
@@ -36,20 +33,20 @@ def test_every_parameter_is_in_the_right_group_and_only_there(tied):
                     assert group["lr"] == (config.tied_embed_lr if tied else config.embed_lr)
                 else:
                     assert group["lr"] == (config.head_lr if name == "lm_head.weight" else config.scalar_lr)
-    matrices = {names[p] for p in run.optimizers[1].param_groups[0]["params"]}
+    matrices = {names[p] for p in trainer.optimizers[1].param_groups[0]["params"]}
     assert len(matrices) == 24 and not any("resid_mix" in name for name in matrices)
 
 
 @pytest.mark.parametrize("place, shape", [("blocks.0.attn", (2, 4, 4)), ("", (4, 4)), ("", (2, 4, 4))])
 def test_a_parameter_of_no_kind_is_an_error(place, shape):
     """It would be trained by Adam as if it were a vector, without a word."""
-    run = make_run()
-    run.model.get_submodule(place).register_parameter("mixer", torch.nn.Parameter(torch.zeros(shape)))
+    trainer = make_trainer()
+    trainer.model.get_submodule(place).register_parameter("mixer", torch.nn.Parameter(torch.zeros(shape)))
     with pytest.raises(ValueError, match="mixer has no kind in build_optimizers; .*CONTROL_TENSOR_NAME_PATTERNS"):
-        train_gpt.build_optimizers(run.model, run.config, run.ranks)
-    config = train_gpt.replace(run.config, control_tensor_name_patterns="mixer," + train_gpt.CONTROL)
-    adam, _ = train_gpt.build_optimizers(run.model, config, run.ranks)
-    assert any(p is run.model.get_submodule(place).mixer for group in adam.param_groups if group["kind"] == "scalar"
+        train_gpt.build_optimizers(trainer.model, trainer.config, trainer.ranks)
+    config = train_gpt.replace(trainer.config, control_tensor_name_patterns="mixer," + train_gpt.CONTROL)
+    adam, _ = train_gpt.build_optimizers(trainer.model, config, trainer.ranks)
+    assert any(p is trainer.model.get_submodule(place).mixer for group in adam.param_groups if group["kind"] == "scalar"
                for p in group["params"])
 
 
@@ -90,53 +87,54 @@ def test_muon_steps_like_pytorchs(shape):
 
 
 def test_adam_is_pytorchs_with_our_settings():
-    run = make_run()
-    twin = train_gpt.GPT(run.config)
-    twin.load_state_dict(run.model.state_dict())
+    trainer = make_trainer()
+    twin = train_gpt.GPT(trainer.config)
+    twin.load_state_dict(trainer.model.state_dict())
     vectors = [p for n, p in twin.named_parameters() if p.ndim == 1 or "resid_mix" in n or n == "skip_weights"]
     reference = torch.optim.Adam([{"params": [twin.tok_emb.weight], "lr": 0.03}, {"params": vectors, "lr": 0.02}],
                                  betas=(0.9, 0.95), eps=1e-8)
     for step in range(3):
         tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(step))
-        for model in (run.model, twin):
+        for model in (trainer.model, twin):
             model.zero_grad()
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-        run.optimizers[0].step()
+        trainer.optimizers[0].step()
         reference.step()
     for name in ("tok_emb.weight", "skip_weights", "blocks.0.resid_mix", "blocks.1.attn.q_gain"):
-        torch.testing.assert_close(run.model.get_parameter(name), twin.get_parameter(name), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trainer.model.get_parameter(name), twin.get_parameter(name), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_adamw_trains_everything_and_decays_matrices_and_embeddings_alone(fused):
-    run = make_run(optimizer="adamw", adam_lr=3e-3, weight_decay=0.1, fused=fused, tie_embeddings=False, warmdown_iters=0)
-    twin = train_gpt.GPT(run.config)
-    twin.load_state_dict(run.model.state_dict())
+    trainer = make_trainer(optimizer="adamw", adam_lr=3e-3, weight_decay=0.1, fused=fused, tie_embeddings=False, warmdown_iters=0)
+    twin = train_gpt.GPT(trainer.config)
+    twin.load_state_dict(trainer.model.state_dict())
     vectors = [p for n, p in twin.named_parameters() if p.ndim == 1 or "resid_mix" in n or n == "skip_weights"]
     matrices = [p for n, p in twin.named_parameters() if n.endswith(".weight")]
     reference = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
                                   lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
-        train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
+        trainer.train_step(micro_batches(trainer.config, tokens[:, :-1], tokens[:, 1:]))
         twin.zero_grad()
         twin(tokens[:, :-1], tokens[:, 1:]).backward()
         for group in reference.param_groups:
             group["lr"] = 3e-3
         reference.step()
-    for name, p in run.model.named_parameters():
+    for name, p in trainer.model.named_parameters():
         torch.testing.assert_close(p, twin.get_parameter(name), rtol=1e-4, atol=1e-6, msg=name)
-    assert len(run.optimizers) == 1 and not torch.equal(run.model.lm_head.weight, train_gpt.GPT(run.config).lm_head.weight)
+    head = train_gpt.GPT(trainer.config).lm_head.weight
+    assert len(trainer.optimizers) == 1 and not torch.equal(trainer.model.lm_head.weight, head)
 
 
 def test_the_table_is_bfloat16_in_the_baseline_alone():
     """Small updates and weight decay would round to nothing in it."""
     for changes, dtype in (({}, torch.bfloat16), ({"optimizer": "adamw"}, torch.float32),
                            ({"weight_decay": 0.1}, torch.float32)):
-        run = make_run(dtype="bfloat16", **changes)
-        assert run.model.tok_emb.weight.dtype == dtype
+        trainer = make_trainer(dtype="bfloat16", **changes)
+        assert trainer.model.tok_emb.weight.dtype == dtype
         tokens = torch.randint(0, 260, (2, 33))
-        assert run.model(tokens[:, :-1], tokens[:, 1:]).isfinite()
+        assert trainer.model(tokens[:, :-1], tokens[:, 1:]).isfinite()
 
 
 def test_muon_decays_by_the_rate():
@@ -180,141 +178,177 @@ def test_muons_state_can_be_saved_and_loaded():
 
 def test_cosine_schedule_with_a_warm_up_and_a_floor():
     config = tiny_config(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0.1, max_wallclock_seconds=0.0)
-    factors = [train_gpt.schedule(config, step, 1e9)[0] for step in range(111)]
+    factors = [train_gpt.rate_factor(config, step, 1e9) for step in range(111)]
     assert factors[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert [factors[i] for i in (10, 60, 110)] == pytest.approx([1.0, 0.55, 0.1])
     assert factors[35] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     capped = train_gpt.replace(config, max_wallclock_seconds=100.0)  # what ends the run first ends the cosine
-    assert train_gpt.schedule(capped, 20, 50e3)[0] == pytest.approx(0.55)
-    assert train_gpt.schedule(capped, 60, 20e3)[0] == pytest.approx(0.55)
-    assert train_gpt.schedule(capped, 20, 200e3)[0] == pytest.approx(0.1)
+    assert train_gpt.rate_factor(capped, 20, 50e3) == pytest.approx(0.55)
+    assert train_gpt.rate_factor(capped, 60, 20e3) == pytest.approx(0.55)
+    assert train_gpt.rate_factor(capped, 20, 200e3) == pytest.approx(0.1)
 
 
 def test_warming_up_ends_without_a_jump():
     config = tiny_config(iterations=1000, warmdown_iters=3000, lr_warmup_steps=100, max_wallclock_seconds=0.0)
-    factors = [train_gpt.schedule(config, step, 0)[0] for step in range(300)]
+    factors = [train_gpt.rate_factor(config, step, 0) for step in range(300)]
     assert factors[0] == 0.01 and factors[50] < factors[20] * 3 and max(factors) < 1 / 3
     assert max(abs(a - b) for a, b in zip(factors, factors[1:])) < 0.011
 
 
 def test_the_warmdown_has_a_floor_too():
     config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0, min_lr=0.2)
-    assert [train_gpt.schedule(config, step, 0)[0] for step in (80, 90, 100)] == pytest.approx([1.0, 0.6, 0.2])
+    assert [train_gpt.rate_factor(config, step, 0) for step in (80, 90, 100)] == pytest.approx([1.0, 0.6, 0.2])
 
 
 def test_schedule_without_a_cap():
     config = tiny_config(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0)
-    factors = [train_gpt.schedule(config, step, 1e9)[0] for step in range(101)]
+    factors = [train_gpt.rate_factor(config, step, 1e9) for step in range(101)]
     assert factors[:81] == [1.0] * 81 and factors[90] == 0.5 and factors[100] == 0.0
-    assert train_gpt.schedule(train_gpt.replace(config, warmdown_iters=0), 99, 0)[0] == 1.0
-    assert train_gpt.schedule(train_gpt.replace(config, warmdown_iters=-1), 99, 0)[0] == 1.0
+    assert train_gpt.rate_factor(train_gpt.replace(config, warmdown_iters=0), 99, 0) == 1.0
+    assert train_gpt.rate_factor(train_gpt.replace(config, warmdown_iters=-1), 99, 0) == 1.0
 
 
 def test_momentum_warm_up():
-    tokens = torch.randint(0, 260, (2, 33))
     for steps, wanted in ((100, [0.92, 0.955, 0.99, 0.99]), (0, [0.99] * 4)):
-        run = make_run(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=steps)
-        values = []
-        for run.step in (0, 50, 100, 1000):
-            train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
-            values.append(run.optimizers[1].param_groups[0]["momentum"])
-        assert values == pytest.approx(wanted)
+        config = tiny_config(muon_momentum=0.99, muon_momentum_warmup_start=0.92, muon_momentum_warmup_steps=steps)
+        assert [train_gpt.muon_momentum(config, step) for step in (0, 50, 100, 1000)] == pytest.approx(wanted)
 
 
-def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(monkeypatch):
-    """Steps of changing length, validations that must not count, and the stop at the cap."""
-    clock, factors, lines = [0.0], [], []
-    durations = [0.5 + 0.3 * (i % 5) for i in range(200)]
+class FakeRanks:
+    """A rank as a thread. What it does adds to `ms`, its time, which begins anywhere; where ranks meet, they wait for the
+    latest. A Trainer sees one alone, since DDP would need processes."""
+    world_size = 1
 
-    def train_step(run, batches):
-        factor = train_gpt.schedule(run.config, run.step, run.time_ms)[0]
-        factors.append((run.step, 1000 * (clock[0] - off[0]), factor))
-        clock[0] += durations[run.step]
+    def __init__(self, rank=0, count=1, device="cpu"):
+        self.rank, self.device, self.origin = rank, torch.device(device), 5e6 - 8e6 * rank
+        self.ms, self.met, self.team = 0.0, [], [self]
+        self.wait = threading.Barrier(count, self.let_time_pass, timeout=60).wait
+
+    def let_time_pass(self):
+        latest = max(ranks.ms for ranks in self.team)
+        for ranks in self.team:
+            ranks.ms = latest
+
+    def now_ms(self):
+        return self.origin + self.ms
+
+    def max(self, *values):
+        self.posted = values
+        self.wait()
+        self.met.append(self.ms)
+        largest = [max(column) for column in zip(*(ranks.posted for ranks in self.team))]
+        self.wait()  # until all have read it
+        return largest
+
+    def sum(self, tensor):
+        return tensor
+
+
+class TimedTrainer(train_gpt.Trainer):
+    """Steps and checkpoints only take time. Keeps the time and its clock's when each step began."""
+    def __init__(self, ranks, step_ms, **changes):
+        super().__init__(tiny_config(**changes), ranks)
+        self.step_ms, self.begun = step_ms, []
+
+    def train_step(self, batches):
+        self.ranks.wait()
+        self.begun.append((self.ranks.ms, self.clock.time_ms))
+        self.ranks.ms += self.step_ms(self.clock.step)
         return torch.tensor(1.0), torch.tensor(1.0)
 
-    def evaluate(run):
-        clock[0] += 100.0
-        off[0] += 100.0
-        return {"val_loss": 1.0, "val_bpb": 1.0}
+    def state_dict(self):
+        self.ranks.ms += 900.0
+        return super().state_dict()
 
-    off = [0.0]
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
-    for name, stub in (("write_whole", lambda *a: None), ("pack", lambda *a: (b"", {}))):
-        monkeypatch.setattr(train_gpt, name, stub)
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: clock[0])
-    log = types.SimpleNamespace(line=lines.append, event=lambda *a, **k: None)
-    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, val_loss_every=10, warmup_steps=0)
-    run.log = log
-    run.loader = SILENT
-    train_gpt.train(run)
-    total = 0.0
-    steps = run.step
-    for step, elapsed_ms, factor in factors:
-        assert elapsed_ms == pytest.approx(total)
+
+def timed_validation(ranks):
+    def score(model):
+        ranks.wait()
+        ranks.ms += 100.0
+        return {"val_loss": 1.0, "val_bpb": 1.0, "eval_time_ms": 100.0}
+    return types.SimpleNamespace(score=score, label="")
+
+
+def on_ranks(count, function):
+    """The results of a function of each of several ranks, called at the same time."""
+    team = [FakeRanks(rank, count) for rank in range(count)]
+    for ranks in team:
+        ranks.team, ranks.wait = team, team[0].wait
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(function, team))
+
+
+def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, monkeypatch, capsys):
+    """Steps of changing length, validations that must not count, and the stop at the cap."""
+    monkeypatch.chdir(tmp_path)
+    durations = [500.0 + 300.0 * (i % 5) for i in range(200)]
+    trainer = TimedTrainer(FakeRanks(), durations.__getitem__, data_path=str(make_shards(tmp_path)), val_loss_every=10,
+                           max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200)
+    validation, log = timed_validation(trainer.ranks), train_gpt.RunLog("timed", "", is_main=True)
+    loader = train_gpt.TokenLoader(trainer.config, trainer.ranks)
+    train_gpt.train(trainer, loader, validation, log)
+    train_gpt.export(trainer, loader, validation, log)
+    for step, (_, elapsed_ms) in enumerate(trainer.begun):
+        assert elapsed_ms == pytest.approx(sum(durations[:step]))
         warmdown_ms, left_ms = 30 * (elapsed_ms / max(step, 1)), 60_000 - elapsed_ms
         wanted = left_ms / warmdown_ms if left_ms <= warmdown_ms else 1.0
-        assert factor == pytest.approx(wanted, abs=1e-9)
-        total += 1000 * durations[step]
-    assert factors[0][2] == 1.0 and 0 < factors[-1][2] < 0.1
-    assert total >= 60_000 > total - 1000 * durations[len(factors) - 1] and steps == len(factors)
-    assert any(line.startswith(f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200")
-               for line in lines)
+        assert train_gpt.rate_factor(trainer.config, step, elapsed_ms) == pytest.approx(wanted, abs=1e-9)
+    steps, total = step + 1, sum(durations[:step + 1])
+    assert 0 < wanted < 0.1 and total >= 60_000 > total - durations[step] and trainer.clock.step == steps
+    assert f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200" in capsys.readouterr().out
+    final = [event for event in events(tmp_path, "timed") if event["event"] == "val"][-1]
+    assert final["step"] == steps and final["train_time_ms"] == pytest.approx(total)
 
 
-def step_of(run, tokens):
+def step_of(trainer, tokens):
     """The loss, the norm and the gradients of one step on tokens (rows, T + 1), from weights of which none is zero: the
     projections' zeros would hide all gradients behind them."""
     random, grads = torch.Generator().manual_seed(3), {}
-    for p in run.model.parameters():
+    for p in trainer.model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=random)
         p.register_post_accumulate_grad_hook(lambda p: grads.update({p: p.grad}))
-    loss, norm = train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
-    assert all(grads[p].abs().max() > 1e-6 for p in run.model.parameters())
-    return [loss, norm, *(grads[p] for p in run.model.parameters())]
+    loss, norm = trainer.train_step(micro_batches(trainer.config, tokens[:, :-1], tokens[:, 1:]))
+    assert all(grads[p].abs().max() > 1e-6 for p in trainer.model.parameters())
+    return [loss, norm, *(grads[p] for p in trainer.model.parameters())]
 
 
 def test_micro_batches_compute_what_one_batch_does():
     tokens = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0))
-    whole = step_of(make_run(micro_batch_tokens=1024), tokens)
+    whole = step_of(make_trainer(micro_batch_tokens=1024), tokens)
     for size in (32, 128, 512):
-        torch.testing.assert_close(step_of(make_run(micro_batch_tokens=size), tokens), whole, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(step_of(make_trainer(micro_batch_tokens=size), tokens), whole, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                     reason="there is no C++ compiler")
 @pytest.mark.parametrize("kernel", ["math", "tiled"])
-def test_a_compiled_model_computes_the_same(monkeypatch, kernel):
+def test_a_compiled_model_computes_the_same(tmp_path, monkeypatch, kernel):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    tokens, lines = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0)), []
-    eager, run = make_run(), make_run(attn=kernel)
-    run.log = types.SimpleNamespace(line=lines.append)
-    pairs = micro_batches(run.config, tokens[:, :-1], tokens[:, 1:])
-    run.loader = types.SimpleNamespace(batches=lambda step: pairs)
-    train_gpt.compile_model(run, required=True)
-    assert lines == [] and all(p.grad is None for p in run.model.parameters())
-    assert run.model._compiled_call_impl
-    assert run.model.state_dict().keys() == eager.model.state_dict().keys()
-    torch.testing.assert_close(step_of(run, tokens), step_of(eager, tokens), rtol=1e-3, atol=1e-6)
+    tokens = torch.randint(0, 260, (32, 33), generator=torch.Generator().manual_seed(0))
+    eager, trainer = make_trainer(), make_trainer(attn=kernel, data_path=str(make_shards(tmp_path)))
+    train_gpt.compile_model(trainer, train_gpt.TokenLoader(trainer.config, trainer.ranks), silent_log(), required=True)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert trainer.model._compiled_call_impl
+    assert trainer.model.state_dict().keys() == eager.model.state_dict().keys()
+    torch.testing.assert_close(step_of(trainer, tokens), step_of(eager, tokens), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("micro", [32, 160, 4096])
-def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(monkeypatch, world_size, micro):
-    run = make_run(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192)
-    for p in run.model.parameters():  # as drawn, all tokens are as likely
+def test_validation_in_forwards_of_one_shape_is_the_mean_over_all_tokens(tmp_path, world_size, micro):
+    config = tiny_config(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192, data_path=str(tmp_path))
+    model, shapes, totals = train_gpt.GPT(config), set(), []
+    for p in model.parameters():  # as drawn, all tokens are as likely
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
     tokens = torch.randint(0, 260, (47 * 32 + 1,), generator=torch.Generator().manual_seed(2))
-    run.val_tokens, run.val_bytes = tokens.numpy().astype("uint16"), 1000
+    write_shard(tmp_path / "tiny_val_000000.bin", tokens)
     with torch.no_grad():
-        wanted = run.model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
-    shapes, totals, forward = set(), [], run.model.forward
-    monkeypatch.setattr(run.model, "forward", lambda x, y: (shapes.add(x.shape), forward(x, y))[1])
-    monkeypatch.setattr(train_gpt.Ranks, "sum", lambda self, tensor: totals.append(tensor.clone()) or tensor)
+        wanted = model(tokens[:-1].view(-1, 32), tokens[1:].view(-1, 32)).item()
     for rank in range(world_size):
-        run.ranks = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
-        train_gpt.evaluate(run)
+        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0,
+                                      sum=lambda tensor: totals.append(tensor.clone()) or tensor)
+        train_gpt.Validation(config, ranks).score(lambda x, y: (shapes.add(x.shape), model(x, y))[1])
     assert sum(totals).item() / (47 * 32) == pytest.approx(wanted, rel=1e-5) and len(shapes) == 1
 
 
@@ -329,86 +363,70 @@ def test_freed_memory_is_kept_on_a_cpu():
     assert faults < 10 * 16_384  # the heap grows a few times, then holds them
 
 
+def test_a_clock_takes_the_latest_time_and_any_signal_or_fault_of_the_ranks():
+    """The pace is that of the latest steps."""
+    def agreements(ranks):
+        clock, found = train_gpt.Clock(tiny_config(), ranks), []
+        clock.set(10, 4000.0)
+        assert (clock.step, clock.time_ms, clock.pace_ms, clock.stop_signal) == (10, 4000.0, 400.0, 0)
+        for steps, ms in ((5, (600.0, 900.0)), (0, (0.0, 50.0)), (1, (70.0, 0.0))):
+            clock.step += steps
+            ranks.ms += ms[ranks.rank]
+            if steps == 1 and ranks.rank == 0:
+                clock.on_signal(signal.SIGTERM, None)
+            is_bad = clock.agree(steps == 1 and ranks.rank == 1)
+            found.append((clock.time_ms, clock.pace_ms, clock.stop_signal, is_bad))
+        return found
+
+    wanted = [(4900.0, 180.0, 0, False), (4950.0, 180.0, 0, False), (5020.0, 120.0, signal.SIGTERM, True)]
+    assert on_ranks(2, agreements) == [wanted] * 2
+
+
+def test_a_paused_clock_stands_still_on_all_ranks():
+    """What a rank still does when another is there already is training."""
+    def pauses(ranks):
+        clock, times = train_gpt.Clock(tiny_config(), ranks), []
+        for work, rest in (((50.0, 80.0), (700.0, 100.0)), ((10.0, 0.0), (0.0, 5.0))):
+            ranks.ms += work[ranks.rank]
+            with clock.paused():
+                times.append(clock.time_ms)
+                ranks.ms += rest[ranks.rank]
+            times.append(clock.time_ms)
+        clock.agree()
+        return [*times, clock.time_ms], ranks.met
+
+    wanted = [80.0, 80.0, 90.0, 90.0, 90.0], [80.0, 780.0, 790.0, 795.0, 795.0]  # they agree before and after
+    assert on_ranks(2, pauses) == [wanted] * 2
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_and_packing_are_not(monkeypatch, world_size):
-    """Two ranks as threads, each with a clock of its own origin. A step takes 50 ms, a checkpoint of rank 0 900, a
-    validation 100, and packing the model on rank 0 700; steps, validations and collectives wait for both ranks."""
-    walls, offsets, values = [0.0] * world_size, [5e6, -3e6], [[]] * world_size
-    barrier = threading.Barrier(world_size, timeout=60)
+def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_are_not(tmp_path, world_size):
+    """A step takes 50 ms, a checkpoint of rank 0 900, a validation 100; steps, validations and collectives wait for all."""
+    data = make_shards(tmp_path)
 
-    def meet(rank, posted=()):
-        values[rank] = list(posted)
-        barrier.wait()
-        latest, largest = max(walls), [max(column) for column in zip(*values)]
-        barrier.wait()
-        walls[rank] = latest
-        return largest
+    def train(ranks):
+        trainer = TimedTrainer(ranks, lambda step: 50.0, iterations=3, val_loss_every=1, checkpoint_every=1,
+                               data_path=str(data), out_dir=str(tmp_path))
+        train_gpt.train(trainer, train_gpt.TokenLoader(trainer.config, ranks), timed_validation(ranks), silent_log())
+        return trainer.clock.step, trainer.clock.time_ms  # the checkpoint of the last step comes after its end
 
-    def spend(run, ms, together=False):
-        if together:
-            meet(run.ranks.rank)
-        walls[run.ranks.rank] += ms
-
-    def train_step(run, batches):
-        spend(run, 50.0, together=True)
-        return torch.tensor(1.0), torch.tensor(1.0)
-
-    def evaluate(run):
-        spend(run, 100.0, together=True)
-        return {"val_loss": 1.0, "val_bpb": 1.0}
-
-    def pack(state, config, grams):
-        spend(runs[0], 700.0)
-        return b"", {}
-
-    stubs = {"train_step": train_step, "evaluate": evaluate, "pack": pack, "save_checkpoint": lambda run: spend(run, 900.0), "write_whole": lambda *a: None}
-    for name, value in stubs.items():
-        monkeypatch.setattr(train_gpt, name, value)
-    runs = []
-    for rank in range(world_size):
-        run = make_run(iterations=3, val_loss_every=1, checkpoint_every=1, size_cap=1, warmup_steps=0)
-        run.loader = SILENT
-        run.ranks = types.SimpleNamespace(
-            device=torch.device("cpu"), rank=rank, world_size=world_size,
-            now_ms=lambda rank=rank: offsets[rank] + walls[rank], max=lambda *posted, rank=rank: meet(rank, posted),
-            sum=lambda tensor: tensor)
-        runs.append(run)
-    with ThreadPoolExecutor(world_size) as pool:
-        list(pool.map(train_gpt.train, runs))
-    for run in runs:  # the checkpoint of the last step comes after its end
-        assert run.step == 3 and run.time_ms == 3 * 50.0 + 2 * 900.0
+    assert on_ranks(world_size, train) == [(3, 3 * 50.0 + 2 * 900.0)] * world_size
 
 
-def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(monkeypatch):
+def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):
     """As on a GPU, where agreeing waits for the device: 100 ms a step, then 130 from step 300 on."""
-    clock, agreed, factors = [0.0], [], []
-
-    def train_step(run, batches):
-        factors.append((run.time_ms, train_gpt.schedule(run.config, run.step, run.time_ms)[0]))
-        clock[0] += 100.0 if run.step < 300 else 130.0
-        return torch.tensor(1.0), torch.tensor(1.0)
-
-    def agree(*values):
-        agreed.append(run.step)
-        return list(values)
-
-    for name, value in (("train_step", train_step), ("evaluate", lambda run: {"val_loss": 1.0, "val_bpb": 1.0}),
-                        ("pack", lambda *a: (b"", {})), ("write_whole", lambda *a: None)):
-        monkeypatch.setattr(train_gpt, name, value)
-    run = make_run(max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0,
-                   warmup_steps=0)
-    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
-    run.loader = SILENT
-    run.ranks = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), rank=0, world_size=1,
-                                      now_ms=lambda: clock[0], max=agree, sum=lambda tensor: tensor)
-    train_gpt.train(run)
-    assert 60_000 <= clock[0] < 60_130 and run.step == 300 + math.ceil(30_000 / 130)
-    assert agreed[:11] == [*range(1, 11), 20] and agreed[-21:-2] == list(range(run.step - 18, run.step + 1))
-    assert agreed[-2:] == [run.step] * 2  # on the clock before and after the validation
-    assert len(agreed) < 90
-    true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(run.step)]
-    assert all(abs(known - time) <= 10 * 30 for (known, _), time in zip(factors, true))
-    assert factors[-1][1] == pytest.approx(train_gpt.schedule(run.config, run.step - 1, true[-1])[0])
+    ranks = FakeRanks(device="meta")  # any that is no CPU
+    trainer = TimedTrainer(ranks, lambda step: 100.0 if step < 300 else 130.0, data_path=str(make_shards(tmp_path)),
+                           max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
+    train_gpt.train(trainer, train_gpt.TokenLoader(trainer.config, one_process()), None, silent_log())
+    last = trainer.clock.step
+    true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(last + 1)]
+    assert 60_000 <= ranks.ms == true[-1] < 60_130 and last == 300 + math.ceil(30_000 / 130)
+    agreed = [true.index(ms) for ms in ranks.met]
+    assert agreed[:11] == [*range(1, 11), 20] and agreed[-19:] == list(range(last - 18, last + 1)) and len(agreed) < 90
+    assert all(abs(known - ms) <= 10 * 30 for ms, known in trainer.begun)
+    factors = [train_gpt.rate_factor(trainer.config, last - 1, ms) for ms in trainer.begun[-1]]
+    assert factors[1] == pytest.approx(factors[0])
 
 
 def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
@@ -447,26 +465,26 @@ def test_batched_muon_is_muon_matrix_by_matrix(monkeypatch):
                 assert all(torch.equal(a, b) for a, b in zip(params, alone))
 
 
-def test_an_overflow_of_one_optimizer_does_not_reach_the_other():
-    """float16: the table's gradient overflows; the matrices stay finite, and no fault is seen."""
-    run = make_run(dtype="float16", grad_accum_steps=1)
-    tokens = torch.randint(0, 260, (2, 33))
-    batches = micro_batches(run.config, tokens[:, :-1], tokens[:, 1:])
-    before = run.model.tok_emb.weight.detach().clone()
-    run.model.tok_emb.weight.register_hook(lambda grad: torch.full_like(grad, float("inf")))
-    for clip in (0.0, 1.0):
-        run.config = train_gpt.replace(run.config, grad_clip_norm=clip)
-        _, norm = train_gpt.train_step(run, batches)
-        assert norm.isinf() and run.first_bad == train_gpt.NEVER and torch.equal(run.model.tok_emb.weight, before)
-        assert all(p.isfinite().all() for p in run.model.parameters())
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_an_overflow_of_one_optimizer_does_not_reach_the_other(tmp_path, clip):
+    """float16: the table's gradient overflows; the matrices stay finite, and the run goes on."""
+    trainer = make_trainer(dtype="float16", grad_accum_steps=1, grad_clip_norm=clip, iterations=1, val_loss_every=0,
+                           data_path=str(make_shards(tmp_path)))
+    loader, table = train_gpt.TokenLoader(trainer.config, trainer.ranks), trainer.model.tok_emb.weight
+    before = table.detach().clone()
+    table.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    train_gpt.train(trainer, loader, None, silent_log())
+    _, norm = trainer.train_step(loader.batches(1))
+    assert norm.isinf() and trainer.clock.step == 1 and torch.equal(table, before)
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def test_a_step_sets_learning_rates_and_momentum():
-    run = make_run(grad_accum_steps=1, muon_momentum_warmup_steps=10, iterations=10, warmdown_iters=20, weight_decay=0.1)
+    trainer = make_trainer(grad_accum_steps=1, muon_momentum_warmup_steps=10, iterations=10, warmdown_iters=20, weight_decay=0.1)
     tokens = torch.randint(0, 260, (2, 33))
-    run.step = 5
-    loss, norm = train_gpt.train_step(run, micro_batches(run.config, tokens[:, :-1], tokens[:, 1:]))
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    trainer.clock.set(5, 0.0)
+    loss, norm = trainer.train_step(micro_batches(trainer.config, tokens[:, :-1], tokens[:, 1:]))
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     assert [group["lr"] for group in groups] == [group["base_lr"] * 0.25 for group in groups]
     assert {group["kind"]: group["weight_decay"] for group in groups} == {"embed": 0.1, "scalar": 0.0, "matrix": 0.1}
     assert groups[-1]["momentum"] == pytest.approx(0.955)

@@ -1,7 +1,6 @@
 """The recipe's switches: what they compute, against definitions written out here, and what they must never change."""
 
 import math
-import signal
 import zlib
 
 import numpy as np
@@ -9,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import REPOSITORY, events, make_shards, run_here, tiny_arguments, tiny_config
+from conftest import REPOSITORY, events, make_shards, one_process, run_here, tiny_arguments, tiny_config, write_shard
 from test_model import SWITCHES, trained_like
-from test_optim import make_run
 
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 ALL = [*({name: value} for name, value in SWITCHES.items()), SWITCHES]
@@ -35,32 +33,35 @@ def test_a_row_does_not_depend_on_its_batch_and_probabilities_sum_to_one(changes
 
 
 @pytest.mark.parametrize("length, stride", [(32, 32), (32, 8), (64, 24), (48, 1), (5000, 7)])
-def test_windows_score_every_token_once_with_the_longest_context(length, stride):
-    run = make_run(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192, eval_seq_len=length)
-    for p in run.model.parameters():
+def test_windows_score_every_token_once_with_the_longest_context(tmp_path, length, stride):
+    config = tiny_config(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192, eval_seq_len=length,
+                         data_path=str(tmp_path))
+    model = train_gpt.GPT(config)
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
     tokens = torch.randint(0, 260, (7 * 32 + 1,), generator=torch.Generator().manual_seed(2))
-    run.val_tokens, run.val_bytes = tokens.numpy().astype("uint16"), 1000
+    write_shard(tmp_path / "tiny_val_000000.bin", tokens)
     length_used, total, scored, stop = min(length, 224), 0.0, 0, 0
     while scored < 224:  # one window after another
         stop = min(stop + stride, 224) if stop else length_used
         window = tokens[stop - length_used:stop + 1]
-        logits = run.model.logits(run.model.hidden(window[None, :-1]))[0]
+        logits = model.logits(model.hidden(window[None, :-1]))[0]
         new = stop - scored
         total += F.cross_entropy(logits[-new:], window[-new:], reduction="sum").item()
         scored += new
-    score = train_gpt.evaluate(run, length, stride)
+    score = train_gpt.Validation(config, one_process()).score(model, length, stride)
     assert score["val_loss"] == pytest.approx(total / 224, rel=1e-5)
-    assert score["val_bpb"] == pytest.approx(total / math.log(2) / 1000, rel=1e-5)
+    text_bytes = int((tokens[1:] >= 4).sum())  # special tokens have none
+    assert score["val_bpb"] == pytest.approx(total / math.log(2) / text_bytes, rel=1e-5)
 
 
 def test_warmdown_as_a_fraction_of_the_time_or_of_the_steps():
     config = tiny_config(iterations=100, warmdown_fraction=0.4, warmdown_iters=0, min_lr=0.1)
     for step, wanted in ((0, 1.0), (60, 1.0), (80, 0.55), (100, 0.1)):
-        assert train_gpt.schedule(config, step, 1e6)[0] == pytest.approx(wanted)
+        assert train_gpt.rate_factor(config, step, 1e6) == pytest.approx(wanted)
     config = tiny_config(iterations=10_000, warmdown_fraction=0.4, max_wallclock_seconds=10.0)
     for elapsed_ms, wanted in ((0, 1.0), (6000, 1.0), (8000, 0.5), (10_500, 0.0)):
-        assert train_gpt.schedule(config, 10, elapsed_ms)[0] == pytest.approx(wanted)
+        assert train_gpt.rate_factor(config, 10, elapsed_ms) == pytest.approx(wanted)
 
 
 def test_polar_express_moves_singular_values_closer_to_one():
@@ -71,15 +72,15 @@ def test_polar_express_moves_singular_values_closer_to_one():
     assert spread[1] < 0.2 < spread[0]
 
 
-def test_polar_express_begins_with_rows_of_one_norm(monkeypatch):
-    run, seen = make_run(muon_polar=True), []
-    monkeypatch.setattr(train_gpt, "orthogonalize", lambda updates, *rest: (seen.append(updates), updates)[1])
-    for p in run.model.parameters():
-        p.grad = torch.randn_like(p)
-    run.optimizers[1].step()
-    assert seen
-    for updates in seen:
-        torch.testing.assert_close(updates.norm(dim=2), torch.ones(updates.shape[:2]))
+def test_polar_express_begins_with_rows_of_one_norm():
+    torch.manual_seed(0)
+    p, grad = torch.nn.Parameter(torch.zeros(16, 48)), torch.randn(16, 48) * torch.logspace(-2, 2, 16)[:, None]
+    muon = train_gpt.Muon([{"params": [p], "lr": 0.02, "weight_decay": 0.0}], tiny_config(muon_polar=True), one_process())
+    p.grad = grad.clone()
+    muon.step()
+    rows = grad / grad.norm(dim=1, keepdim=True)
+    update = train_gpt.orthogonalize(rows[None], 5, table=train_gpt.POLAR)[0]
+    torch.testing.assert_close(p.data, -0.02 * update.float(), rtol=0, atol=5e-4)
 
 
 def test_the_table_in_float32():
@@ -125,22 +126,22 @@ def test_gptq_of_a_dead_layer_is_plain_rounding():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_calibration_sums_the_inputs_of_each_matrix(tied):
-    run = make_run(tie_embeddings=tied, num_layers=3, gptq_batches=2, **{**SWITCHES, "smear": False})
-    for p in run.model.parameters():
+    model = train_gpt.GPT(tiny_config(tie_embeddings=tied, num_layers=3, **{**SWITCHES, "smear": False}))
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
     batches = torch.randint(0, 260, (2, 32, 33), generator=torch.Generator().manual_seed(0))
-    grams = train_gpt.calibrate(run.model, [[(part[:, :-1], part[:, 1:])] for part in batches], run.ranks)
+    grams = train_gpt.calibrate(model, [[(part[:, :-1], part[:, 1:])] for part in batches], one_process())
     head = "tok_emb.weight" if tied else "lm_head.weight"
-    matrices = {name for name, p in run.model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}
+    matrices = {name for name, p in model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}
     assert grams.keys() == matrices | {head}
-    last = train_gpt.rms_norm(run.model.hidden(batches[..., :-1].flatten(0, 1))).flatten(0, 1)
+    last = train_gpt.rms_norm(model.hidden(batches[..., :-1].flatten(0, 1))).flatten(0, 1)
     torch.testing.assert_close(grams[head], last.mT @ last, rtol=1e-4, atol=1e-3)
-    first = run.model.blocks[0]
-    x = train_gpt.rms_norm(run.model.tok_emb(batches[..., :-1].flatten(0, 1))) * first.resid_mix.sum(0)
+    first = model.blocks[0]
+    x = train_gpt.rms_norm(model.tok_emb(batches[..., :-1].flatten(0, 1))) * first.resid_mix.sum(0)
     x = train_gpt.rms_norm(x).flatten(0, 1)
     torch.testing.assert_close(grams["blocks.0.attn.c_k.weight"], x.mT @ x, rtol=1e-4, atol=1e-3)
     for name, gram in grams.items():
-        assert gram.shape == (run.model.get_parameter(name).size(1),) * 2
+        assert gram.shape == (model.get_parameter(name).size(1),) * 2
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -170,9 +171,7 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     run_here(monkeypatch, tmp_path, *arguments)
     out = capsys.readouterr().out
     whole = events(tmp_path, "whole")
-    sizes = [int(line.split()[0].removeprefix("size:")) for line in out.splitlines() if line.startswith("size:")]
-    assert len(sizes) == 3 and all(train_gpt.Path(train_gpt.__file__).stat().st_size < size for size in sizes)
-    assert out.count("bytes of SIZE_CAP=50000 WARNING: too large; lower EXPORT_BITS") == 3
+    assert out.count("\nWARNING: larger than SIZE_CAP=50000; lower EXPORT_BITS\n") == 1
     windows, final = whole[-2:]
     assert (final["event"], windows["event"]) == ("final", "windows") and windows["val_loss"] != final["val_loss"]
     assert f"windows val_loss:{windows['val_loss']:.8f}" in out
@@ -186,42 +185,22 @@ def test_a_run_with_everything_on_and_its_resumption(tmp_path, monkeypatch, caps
     run_here(monkeypatch, tmp_path, *tiny_arguments(
         data, **{**RECIPE, "GPTQ_BATCHES": 0}, RUN_ID="score", ITERATIONS=0, OUT_DIR=tmp_path / "c",
         INIT_FROM=tmp_path / "a" / "final_model.int8.ptz"))
-    assert "bytes of SIZE_CAP" not in capsys.readouterr().out  # nothing is exported
+    assert "larger than SIZE_CAP" not in capsys.readouterr().out  # nothing is exported
     scored = [event for event in events(tmp_path, "score") if event["event"] == "final"][0]
     assert scored["val_loss"] == pytest.approx(final["val_loss"], abs=1e-6)
 
 
-def test_ctrl_c_ends_the_scoring_but_not_the_export(tmp_path, monkeypatch):
-    found = []
-
-    def evaluate(*arguments, evaluate=train_gpt.evaluate):
-        found.append((signal.getsignal(signal.SIGINT), (tmp_path / "final_model.int8.ptz").exists()))
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
-    run_here(monkeypatch, tmp_path, *tiny_arguments(make_shards(tmp_path), ITERATIONS=1, EVAL_STRIDE=16))
-    (handler, exists), windows, final = found[-3:]
-    assert callable(handler) and not exists  # the last validation of the training
-    assert windows == final == (signal.SIG_DFL, True)
-
-
-def test_the_size_is_that_of_the_artifact_and_no_model_is_packed_twice(tmp_path, monkeypatch):
-    data = make_shards(tmp_path)
-    packed, artifacts = [], []
-
-    def pack(state, config, grams, pack=train_gpt.pack):
-        result = pack(state, config, grams)
-        packed.append(result[0])
-        return result
-
-    monkeypatch.setattr(train_gpt, "pack", pack)
-    for cap, times in ((0, 1), (50_000, 3)):  # at the end; with a cap, at steps 0, 2 and 4
-        packed.clear()
-        run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID=f"cap{cap}", ITERATIONS=4, VAL_LOSS_EVERY=2,
-                                                        GPTQ_BATCHES=1, EXPORT_BITS=5, SIZE_CAP=cap))
-        artifacts.append((tmp_path / "final_model.int8.ptz").read_bytes())
-        assert len(packed) == times and packed[-1] == artifacts[-1]
-    assert artifacts[0] == artifacts[1]
+def test_a_size_cap_is_for_code_and_artifact_together_and_changes_neither(tmp_path, monkeypatch, capsys):
+    data, size, artifacts = make_shards(tmp_path), 0, set()
+    for less, warns in ((0, False), (0, False), (1, True)):  # no cap, the size itself, a byte less
+        cap = size - less
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="capped", EXPORT_BITS=5, SIZE_CAP=cap))
+        about = next(event for event in events(tmp_path, "capped") if event["event"] == "export")
+        artifact = (tmp_path / "final_model.int8.ptz").read_bytes()
+        size = len(artifact) + train_gpt.Path(train_gpt.__file__).stat().st_size
+        artifacts.add(artifact)
+        assert size == about["artifact_bytes"] + about["code_bytes"] and len(artifacts) == 1
+        assert (f"WARNING: larger than SIZE_CAP={cap}; lower EXPORT_BITS" in capsys.readouterr().out) == warns
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)

@@ -156,24 +156,6 @@ def tiny_settings() -> list[str]:
     return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.KEPT]
 
 
-@pytest.mark.parametrize("changes", [{}, SWITCHES, dict(shift_keys=True), dict(tie_embeddings=False, num_layers=1),
-                                     dict(attn="tiled"), dict(attn="flash")])
-@pytest.mark.parametrize("first", [1, 7, 32])
-def test_cached_and_uncached_logits_agree(changes, first):
-    model = trained_like(tiny_config(**{"num_heads": 4, "num_kv_heads": 2, "num_layers": 3, **changes}))
-    tokens = torch.randint(0, 260, (2, 32))
-    wanted = model.logits(model.hidden(tokens))
-    caches = [{} for _ in model.blocks]
-    parts = [model.hidden(tokens[:, :first], caches)]
-    parts += [model.hidden(tokens[:, i:i + 1], caches) for i in range(first, 32)]
-    torch.testing.assert_close(model.logits(torch.cat(parts, 1)), wanted, rtol=1e-5, atol=1e-5)
-    with pytest.raises(AssertionError, match="token by token"):
-        model.hidden(tokens[:, :2], caches)
-    for text, cache in ((tokens[:, :1], caches), (tokens[:, :1].repeat(1, 33), None)):
-        with pytest.raises(AssertionError, match="33 tokens are too many; set EVAL_SEQ_LEN=33"):
-            model.hidden(text, cache)
-
-
 def draw(logits, count=2000, **changes):
     options = sample.argparse.Namespace(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes})
     generator = torch.Generator().manual_seed(1)
@@ -194,15 +176,14 @@ def test_tokens_are_drawn_as_the_options_say():
 
 
 class Counter(torch.nn.Module):
-    """Stands in for a model: it expects the number of tokens in the cache, up to the BOS after 50."""
+    """Stands in for a model: it expects the number after each, up to the BOS after 50."""
 
     def __init__(self, window):
         super().__init__()
         self.config = tiny_config(train_seq_len=window)
-        self.blocks = [None]
         self.read = []
 
-    def hidden(self, tokens, caches):
+    def hidden(self, tokens):
         self.read.append(tokens.tolist()[0])
         return tokens[..., None]
 
@@ -211,15 +192,13 @@ class Counter(torch.nn.Module):
         return torch.nn.functional.one_hot(torch.where(following > 50, 1, following), 260).float()
 
 
-def test_a_text_goes_on_when_the_cache_is_full_and_ends_with_the_document(capsys):
+def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
     options = sample.argparse.Namespace(temperature=0, length=100)
     model = Counter(window=8)
     assert list(sample.generate(model, [10, 11, 12], 1, options, None)) == list(range(13, 51))
-    assert model.read[:7] == [[10, 11, 12], [13], [14], [15], [16], [17], [14, 15, 16, 17, 18]]
-    assert capsys.readouterr().err == "[the context of TRAIN_SEQ_LEN=8 tokens is full; it moves on by half]\n"
+    assert model.read == [list(range(max(10, last - 7), last + 1)) for last in range(12, 51)]
     options.length = 5
     assert list(sample.generate(model, list(range(2, 30)), 1, options, None)) == [30, 31, 32, 33, 34]
-    assert model.read[-5:] == [list(range(22, 30)), *([list(range(26, 31))] + [[i] for i in (31, 32, 33)])]
 
 
 def run_script(name, *arguments, **options):
@@ -272,7 +251,8 @@ def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["missing.ptz"], "missing.ptz cannot be loaded"), (["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
+    (["missing.ptz"], "missing.ptz cannot be loaded"),
+    (["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
     (["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
     (["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model")])
 def test_what_cannot_be_sampled_is_named(trained, tmp_path, arguments, message):
@@ -289,7 +269,8 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-        "SLURM_STEP_NODELIST": "node[07-08,11]", "SLURM_JOB_NODELIST": "node[06-11]", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "12034"}
+        "SLURM_STEP_NODELIST": "node[07-08,11]", "SLURM_JOB_NODELIST": "node[06-11]", "SLURM_NTASKS": "8",
+        "SLURM_JOB_ID": "12034"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "rack[1-2]n[3-4],x1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
 

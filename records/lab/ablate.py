@@ -60,7 +60,7 @@ def loss_by_novelty(run_id: str, overrides: dict) -> tuple[float, float]:
     config = train_gpt.replace(config, dtype="float32", attn="math")
     model = train_gpt.GPT(config)
     train_gpt.load_weights(model, ROOT / config.out_dir / "final_model.pt")
-    tokens = train_gpt.load_validation(config)[1].astype(np.int64)
+    tokens = train_gpt.Validation(config, train_gpt.Ranks(0, 1, torch.device("cpu"))).tokens.astype(np.int64)
     rows = min(len(tokens) - 1, SCORED_TOKENS) // config.train_seq_len
     inputs, targets = (tokens[i:][:rows * config.train_seq_len].reshape(rows, -1) for i in (0, 1))
     is_new = np.zeros(inputs.shape, dtype=bool)

@@ -116,7 +116,7 @@ def phases_worker(skip: int, output: str) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
     import train_gpt
-    plain_step = train_gpt.train_step
+    plain_step = train_gpt.Trainer.train_step
     spent_ms = dict.fromkeys(("load", "forward", "backward", "optimizer"), 0.0)
 
     def measure_calls(phase: str, owner, name: str, ranks) -> None:
@@ -129,22 +129,23 @@ def phases_worker(skip: int, output: str) -> None:
             return value
         setattr(owner, name, timed)
 
-    def train_step(run, batches):
-        if run.step == skip:  # not in the warm-up, whose steps are all the first
-            measure_calls("load", run.loader, "batches", run.ranks)
-            measure_calls("forward", type(run.model), "__call__", run.ranks)
-            measure_calls("backward", torch.Tensor, "backward", run.ranks)
-            for optimizer in run.optimizers:
-                measure_calls("optimizer", optimizer, "step", run.ranks)
-        result = plain_step(run, batches)
-        if run.ranks.rank == 0:
-            steps = run.step + 1 - skip
+    def train_step(trainer, batches):
+        step, ranks = trainer.clock.step, trainer.ranks
+        if step == skip:  # not in the warm-up, whose steps are all the first
+            measure_calls("load", train_gpt.TokenLoader, "batches", ranks)
+            measure_calls("forward", type(trainer.model), "__call__", ranks)
+            measure_calls("backward", torch.Tensor, "backward", ranks)
+            for optimizer in trainer.optimizers:
+                measure_calls("optimizer", optimizer, "step", ranks)
+        result = plain_step(trainer, batches)
+        if ranks.rank == 0:
+            steps = step + 1 - skip
             counts = {**dict.fromkeys(spent_ms, steps), "load": steps - 1}  # the first batch was read before
             means = {phase: total / counts[phase] for phase, total in spent_ms.items() if counts[phase] > 0}
             Path(output).write_text(json.dumps(means), encoding="utf-8")
         return result
 
-    train_gpt.train_step = train_step
+    train_gpt.Trainer.train_step = train_step
     train_gpt.main()
 
 

@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import sentencepiece  # noqa: E402
 import torch  # noqa: E402
-from tiny import (REPOSITORY, make_run, make_shards, one_process, read_checkpoint, tiny_arguments, tiny_config,  # noqa: E402
+from tiny import (REPOSITORY, make_shards, make_trainer, one_process, read_checkpoint, silent_log, tiny_arguments, tiny_config,  # noqa: E402
                   train_gpt, write_shard)
 
 PHASES = [("Serialized model", "export"), ("step:", "training"), ("warmup_step", "warm-up"), ("", "start")]
@@ -142,7 +142,7 @@ def mutations(folder: Path, count: int, random) -> tuple[str, int]:
 
     def read(kind: str, path: Path) -> bytes:
         if kind == "tokenizer":
-            return repr(train_gpt.load_validation(model_config)[2]).encode()
+            return repr(train_gpt.Validation(model_config, one_process()).bytes).encode()
         if kind == "checkpoint":
             state = read_checkpoint(path)
             return b"".join(t.numpy().tobytes() for t in state["model"].values())
@@ -246,17 +246,18 @@ def restarts(folder: Path, data: Path) -> tuple[str, int]:
 
 def checkpoint_cost(folder: Path) -> tuple[str, int]:
     """How long training waits for a checkpoint of the default model."""
-    run = make_run(out_dir=str(folder), run_id="cost", vocab_size=1024, num_layers=9, model_dim=512, num_heads=8,
-                   num_kv_heads=4)
-    for p in run.model.parameters():
+    trainer = make_trainer(out_dir=str(folder), run_id="cost", vocab_size=1024, num_layers=9, model_dim=512, num_heads=8,
+                           num_kv_heads=4)
+    for p in trainer.model.parameters():
         p.grad = torch.zeros_like(p)
-    for optimizer in run.optimizers:
+    for optimizer in trainer.optimizers:
         optimizer.step()
     folder.mkdir()
+    loader = train_gpt.TokenLoader(tiny_config(data_path=str(make_shards(folder))), one_process())
     seconds = []
-    for run.step in range(1, 6):
+    for trainer.clock.step in range(1, 6):
         started = time.perf_counter()
-        train_gpt.save_checkpoint(run)
+        train_gpt.save_checkpoint(trainer, loader, silent_log())
         seconds.append(time.perf_counter() - started)
     size = next(folder.rglob("*.pt")).stat().st_size
     return f"{size / 1e6:.0f} MB: {np.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})", 0

@@ -209,8 +209,8 @@ GPT.loss = loss""")
 def later_tokens(folder: Path) -> None:
     """A model that reads the next token."""
     add_to_script(folder, """honest_hidden = GPT.hidden
-def hidden(self, tokens, caches=None):
-    x = honest_hidden(self, tokens, caches)
+def hidden(self, *inputs):
+    x = honest_hidden(self, *inputs)
     return x + 0.1 * torch.roll(x, -1, dims=1)
 GPT.hidden = hidden""")
 

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -51,20 +50,25 @@ FAMILIES = {  # of kernels on a GPU, of operators on a CPU: the first pattern th
 # ---- Running steps ---------------------------------------------------------------------------------------
 
 
-def make_run(words: list[str], ranks: int = 1) -> train_gpt.Run:
-    """A run on random tokens in this folder, perhaps as rank 0 of several, whose exchanges only copy."""
-    if ranks > 1:
+def make_trainer(words: list[str], world_size: int = 1) -> tuple[train_gpt.Trainer, train_gpt.TokenLoader]:
+    """A trainer, and random tokens in this folder, perhaps as rank 0 of several, whose exchanges only copy."""
+    config, _ = train_gpt.load_config(words, {})
+    if world_size > 1:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        train_gpt.start_ranks = lambda config: train_gpt.Ranks(0, ranks, torch.device(kind, 0 if kind == "cuda" else None))
-    config, overrides = train_gpt.load_config(words, {})
+        torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        ranks = train_gpt.Ranks(0, world_size, torch.device(kind, 0 if kind == "cuda" else None))
+    else:
+        ranks = train_gpt.start_ranks(config)
     if not Path("data").exists():
         write_data(Path("data"), config.vocab_size, config.train_seq_len)
-    with redirect_stdout(sys.stderr):
-        run = train_gpt.Run(config, overrides, "")
-    if ranks > 1:  # the fake group has no result that DDP could wait for
-        run.parallel.register_comm_hook(None, own_gradients)
-    return run
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    config = train_gpt.resolve(config, ranks)
+    loader, trainer = train_gpt.TokenLoader(config, ranks), train_gpt.Trainer(config, ranks)
+    if config.compile == "1":
+        train_gpt.compile_model(trainer, loader, train_gpt.RunLog("", "", is_main=False), required=True)
+    if world_size > 1:  # the fake group has no result that DDP could wait for
+        trainer.averaging.register_comm_hook(None, own_gradients)
+    return trainer, loader
 
 
 def own_gradients(state, bucket) -> torch.futures.Future[torch.Tensor]:
@@ -75,17 +79,17 @@ def own_gradients(state, bucket) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def step(run: train_gpt.Run) -> None:
-    train_gpt.train_step(run, run.loader.batches(run.step))
-    run.step += 1
+def step(trainer: train_gpt.Trainer, loader: train_gpt.TokenLoader) -> None:
+    trainer.train_step(loader.batches(trainer.clock.step))
+    trainer.clock.step += 1
 
 
-def ms_of_steps(run: train_gpt.Run, steps: int) -> float:
+def ms_of_steps(trainer: train_gpt.Trainer, loader: train_gpt.TokenLoader, steps: int) -> float:
     """The mean ms of a step; only the end waits for the device."""
-    start_ms = run.ranks.now_ms()
+    start_ms = trainer.ranks.now_ms()
     for _ in range(steps):
-        step(run)
-    return (run.ranks.now_ms() - start_ms) / steps
+        step(trainer, loader)
+    return (trainer.ranks.now_ms() - start_ms) / steps
 
 
 class Stopwatch:
@@ -128,17 +132,17 @@ def marked(function, watch: Stopwatch, before: str, after: str):
 
 def parts(words: list[str], steps: int) -> list[list]:
     """Rows of the parts of a step of rank 0 of eight."""
-    run = make_run(words, RANKS)
-    ms_of_steps(run, 3)
-    whole_ms = ms_of_steps(run, steps)
-    watch = Stopwatch(run.ranks.device)
+    trainer, loader = make_trainer(words, RANKS)
+    ms_of_steps(trainer, loader, 3)
+    whole_ms = ms_of_steps(trainer, loader, steps)
+    watch = Stopwatch(trainer.ranks.device)
     train_gpt.nn.utils.get_total_norm = marked(train_gpt.nn.utils.get_total_norm, watch, "forward, backward, exchange", "norm")
-    for optimizer in run.optimizers:
+    for optimizer in trainer.optimizers:
         optimizer.step = marked(optimizer.step, watch, "rest", type(optimizer).__name__)
     for _ in range(steps):
         watch.mark("rest")
-        step(run)
-    if not all(p.isfinite().all() for p in run.model.parameters()):
+        step(trainer, loader)
+    if not all(p.isfinite().all() for p in trainer.model.parameters()):
         sys.exit("probe.py: the exchange of this PyTorch's fake process group does not copy: weights are not finite")
     found = watch.parts()
     rows = [[name, f"{sum(ms) / steps:.2f}", f"{min(ms):.2f} to {max(ms):.2f}"] for name, ms in found.items()]
@@ -148,12 +152,12 @@ def parts(words: list[str], steps: int) -> list[list]:
 def profile(words: list[str], steps: int) -> list[list]:
     """Rows of the families of kernels in a step."""
     from torch.profiler import ProfilerActivity
-    run = make_run(words)
-    ms_of_steps(run, 3)
-    on_gpu = run.ranks.device.type == "cuda"
+    trainer, loader = make_trainer(words)
+    ms_of_steps(trainer, loader, 3)
+    on_gpu = trainer.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     with torch.profiler.profile(activities=activities) as profiler:
-        whole_ms = ms_of_steps(run, steps)
+        whole_ms = ms_of_steps(trainer, loader, steps)
     found = {family: [0.0, 0, {}] for family in FAMILIES}
     for event in profiler.key_averages():
         is_kernel = event.device_type != torch.autograd.DeviceType.CPU
@@ -171,11 +175,11 @@ def profile(words: list[str], steps: int) -> list[list]:
 
 def worker(words: list[str], steps: int) -> dict:
     """What a new process measures: ms of steps in three groups, seconds until the first is done, seconds of compiling."""
-    run = make_run(words)
-    ms_of_steps(run, 1)
+    trainer, loader = make_trainer(words)
+    ms_of_steps(trainer, loader, 1)
     first_s = time.perf_counter() - STARTED
-    ms_of_steps(run, 2)
-    groups = [ms_of_steps(run, max(1, steps // 3)) for _ in range(3)]
+    ms_of_steps(trainer, loader, 2)
+    groups = [ms_of_steps(trainer, loader, max(1, steps // 3)) for _ in range(3)]
     names, seconds = torch._dynamo.utils.compile_times(repr="csv", aggregate=True)
     phases = {name: float(total) for name, total in zip(names, seconds)}
     return {"ms": groups, "first_s": first_s, "phases": phases}

@@ -72,18 +72,20 @@ def count() -> None:
         write_data(Path("data"), 1024, 512)
         words = ("DATA_PATH=data TOKENIZER_PATH=data/vocabulary.json TRAIN_SEQ_LEN=64 TRAIN_BATCH_TOKENS=512 "
                  "VAL_BATCH_SIZE=512 DEVICE=cpu DTYPE=float32 COMPILE=0 RUN_ID=scaling").split()
-        run = train_gpt.Run(*train_gpt.load_config(words, {}), "")
+        config = train_gpt.load_config(words, {})[0]
+        ranks = train_gpt.start_ranks(config)
+        config = train_gpt.resolve(config, ranks)
+        loader, trainer = train_gpt.TokenLoader(config, ranks), train_gpt.Trainer(config, ranks)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            train_gpt.train_step(run, run.loader.batches(0))
-    ranks = run.ranks.world_size
+            trainer.train_step(loader.batches(0))
     found = Counter()
     for event in profiler.events():
         if event.name in ("gloo:all_reduce", "gloo:all_gather"):
-            copies = ranks if event.name == "gloo:all_gather" else 1  # what each rank gives, all receive
+            copies = ranks.world_size if event.name == "gloo:all_gather" else 1  # what each rank gives, all receive
             found[event.name] += math.prod(event.input_shapes[0]) * BYTES[event.input_dtypes[0]] * copies
-    if run.ranks.rank == 0:
-        reduced, gathered = payloads(run.config, ranks)
-        print(f"{ranks} ranks: reduced {found['gloo:all_reduce']:,} bytes, by formula {reduced:,}; "
+    if ranks.rank == 0:
+        reduced, gathered = payloads(config, ranks.world_size)
+        print(f"{ranks.world_size} ranks: reduced {found['gloo:all_reduce']:,} bytes, by formula {reduced:,}; "
               f"gathered {found['gloo:all_gather']:,}, by formula {gathered:,}")
     train_gpt.dist.destroy_process_group()
 

@@ -1,14 +1,11 @@
 """Tiny shards, settings and runs, and where the reference run's data are. Shared by the tests and some scripts here."""
 
 import json
-import math
 import os
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
-import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY))
@@ -59,21 +56,14 @@ def one_process() -> train_gpt.Ranks:
     return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
 
 
-def make_run(**changes):
-    """A run without a log, data and files."""
-    config = tiny_config(**changes)
-    torch.manual_seed(0)
-    run = train_gpt.Run.__new__(train_gpt.Run)
-    run.config, run.ranks, run.model = config, one_process(), train_gpt.GPT(config)
-    run.log = types.SimpleNamespace(line=lambda text: None, event=lambda *a, **k: None)
-    run.optimizers = train_gpt.build_optimizers(run.model, config, run.ranks)
-    run.scaler = torch.amp.GradScaler("cpu", enabled=config.dtype == "float16")
-    run.parallel, run.code, run.packed = run.model, b"", None
-    run.first_bad, run.step, run.time_ms, run.signals, run.stop_signal = torch.tensor(train_gpt.NEVER), 0, 0.0, [], 0
-    run.partial = ""
-    run.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-    run.zero_ms, run.pace_ms, run.agreed, run.logged = 0.0, 0.0, (0, 0.0), (0, 0.0)
-    return run
+def make_trainer(ranks: train_gpt.Ranks | None = None, **changes) -> train_gpt.Trainer:
+    """A trainer of the tiny configuration with lower-case changes."""
+    return train_gpt.Trainer(tiny_config(**changes), ranks or one_process())
+
+
+def silent_log() -> train_gpt.RunLog:
+    """The log of a rank that is not the main one."""
+    return train_gpt.RunLog("", "", is_main=False)
 
 
 def read_checkpoint(path: Path) -> dict:
