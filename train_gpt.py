@@ -1276,6 +1276,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     training text, so it is on the clock. A signal waits for the files. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state, grams = trainer.model.state_dict(), None
+    clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved({name: t.cpu() for name, t in state.items()})
@@ -1298,13 +1299,12 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
         path, code_bytes = Path(config.out_dir, "final_model.int8.ptz"), len(log.code)
         data, about = pack(state, config, grams)
         write_whole(path, data)
-        floats_bytes = sum(t.nbytes for t in state.values())
-        payload, raw = about["payload_bytes"], about["raw_bytes"]
+        ratio = sum(t.nbytes for t in state.values()) / about["payload_bytes"]
         log.event("export", f"""Serialized model: {len(floats)} bytes
 Code size: {code_bytes} bytes
 Total submission size: {len(floats) + code_bytes} bytes
 Serialized model int8+zlib: {len(data)} bytes \
-(payload:{payload} raw_torch:{raw} payload_ratio:{floats_bytes / payload:.2f}x)
+(payload:{about["payload_bytes"]} raw_torch:{about["raw_bytes"]} payload_ratio:{ratio:.2f}x)
 Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
                   step=clock.step, model_bytes=len(floats), code_bytes=code_bytes,
                   code_sha256=sha256(log.code).hexdigest(), **about)
@@ -1480,20 +1480,20 @@ def main() -> None:
         return print_help()
     try:
         config, overrides = load_config(sys.argv[1:], dict(os.environ))
-        status = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
+        code = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
-        status = f"train_gpt.py: {str(error) or 'stopped'}"
+        code = f"train_gpt.py: {str(error) or 'stopped'}"
     except RuntimeError as error:
-        status = f"train_gpt.py: {error!s:.400}\nLower MICRO_BATCH_TOKENS or MODEL_DIM to save memory"
+        code = f"train_gpt.py: {error!s:.400}\nTry a lower MICRO_BATCH_TOKENS or MODEL_DIM"
         if dist.is_initialized() and re.search("Connection (reset|closed|refused)", str(error)):
-            status = "train_gpt.py: another rank has ended; its message says why"
+            code = "train_gpt.py: another rank has ended; its message says why"
         elif not OUT_OF_MEMORY.search(str(error)):
             raise
-    if status and dist.is_initialized():  # after an error, threads of gloo may abort Python's end
-        print(status, file=sys.stderr, flush=True)
+    if code and dist.is_initialized():  # after an error, threads of gloo may abort Python's end
+        print(code, file=sys.stderr, flush=True)
         os._exit(1)
-    if status:
-        sys.exit(status)
+    if code:
+        sys.exit(code)
 
 if __name__ == "__main__":
     main()

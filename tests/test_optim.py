@@ -407,7 +407,10 @@ def test_checkpoints_are_on_the_training_clock_of_all_ranks_but_validations_are_
     def train(ranks):
         trainer = TimedTrainer(ranks, lambda step: 50.0, iterations=3, val_loss_every=1, checkpoint_every=1,
                                data_path=str(data), out_dir=str(tmp_path))
-        train_gpt.train(trainer, train_gpt.TokenLoader(trainer.config, ranks), timed_validation(ranks), silent_log())
+        loader, validation = train_gpt.TokenLoader(trainer.config, ranks), timed_validation(ranks)
+        train_gpt.train(trainer, loader, validation, silent_log())
+        if world_size == 1:
+            train_gpt.export(trainer, loader, validation, silent_log())
         return trainer.clock.step, trainer.clock.time_ms  # the checkpoint of the last step comes after its end
 
     assert on_ranks(world_size, train) == [(3, 3 * 50.0 + 2 * 900.0)] * world_size
