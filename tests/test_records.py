@@ -262,9 +262,9 @@ FORGERIES = {
     "a folder as base": (lambda f: claim(f, base="track_tiny"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
     "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
-    "another script": (lambda f: edit(f / "train_gpt.py", "self.step = 0", "self.step = 1"),
+    "another script": (lambda f: edit(f / "train_gpt.py", "self.stop_signal = 0", "self.stop_signal = 1"),
                        "is not the folder's train_gpt.py"),
-    "another script in log and folder": (lambda f: [edit(path, "self.step = 0", "self.step = 1") for path in (
+    "another script in log and folder": (lambda f: [edit(path, "self.stop_signal = 0", "self.stop_signal = 1") for path in (
         f / "train_gpt.py", *f.glob("*.log"))], "code_bytes and code_sha256 are not train_gpt.py's"),
     "a script that is too long": (longer_script, "lines, not less than 1,500"),
     "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is not Python"),
@@ -454,8 +454,8 @@ def test_the_best_before_a_record_is_the_best_of_its_division_until_then(tmp_pat
 def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     source = (records / "train_gpt.py").read_text()
     for path in (records / "train_gpt.py", *records.glob("*.log")):
-        edit(path, "self.step = 0", "self.step = 1")
-    digest = sha256(source.replace("self.step = 0", "self.step = 1").encode()).hexdigest()
+        edit(path, "self.stop_signal = 0", "self.stop_signal = 1")
+    digest = sha256(source.replace("self.stop_signal = 0", "self.stop_signal = 1").encode()).hexdigest()
     for seed in (1, 2, 3):
         change(records, "export", seed, code_sha256=digest)
     submit.write_record(records, {key: claims(records)[key] for key in submit.AUTHORED})
@@ -463,10 +463,10 @@ def test_the_difference_to_the_bases_script_is_stored_and_checked(records):
     base = claims(records)["base"]
     assert difference.startswith(f"--- {base}/train_gpt.py\n+++ train_gpt.py\n@@ ")
     changed = [line for line in difference.splitlines()[2:] if line[0] in "+-"]
-    assert [line[0] for line in changed] == ["-", "+"] and "self.step = 1" in changed[1]
+    assert [line[0] for line in changed] == ["-", "+"] and "self.stop_signal = 1" in changed[1]
     assert "`train_gpt.py`: changed, see `script.diff`." in (records / "README.md").read_text()
     assert verify.verify_record(records)[0] == []
-    edit(records / "script.diff", r"self.step = 1", "self.step = 2")
+    edit(records / "script.diff", r"self.stop_signal = 1", "self.step = 2")
     assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
     (records / "script.diff").unlink()
     assert "script.diff is not the difference" in verify.verify_record(records)[0][0]
