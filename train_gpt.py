@@ -1,12 +1,12 @@
 """Train the best language model you can within a size limit and a time limit.
 
-    python train_gpt.py --help                              every variable, its default and unit
-    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu             one device; by default CUDA, MPS or CPU
-    torchrun --standalone --nproc_per_node=8 train_gpt.py   eight GPUs: "Training Opt Seq4096"
-    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz      score only
+    python train_gpt.py --help                             every variable and its default
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device: CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
+    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz    score only
 
-Set variables in the environment or as NAME=value arguments; arguments win. In shapes, B is rows,
-T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width, N any number.
+Set variables in the environment or as NAME=value arguments; arguments win. In shapes,
+B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
 """
 import ctypes
 import difflib
@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import warnings
 import zipfile
@@ -34,30 +35,30 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # DDP imports it, and would then keep our group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-# ---- Configuration -----------------------------------------------------------------------------
-# Each setting is a field of Config and a variable of its name in capitals. A run never changes it.
+# ---- Configuration ----------------------------------------------------------------------
+# Each setting is a field of Config and a variable of its name in capitals. A field is `free`
+# if it may change on resume, and `kept` if an artifact contains it, since its model needs it.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
-JORDAN = 1.0, [(3.4445, -4.7750, 2.0315)]  # Newton-Schulz: a margin of the norm; each step's triple
+JORDAN = 1.0, [(3.4445, -4.7750, 2.0315)]  # Newton-Schulz: margin of the norm, each step's triple
 POLAR = 1.02, [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
                (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
 CHECKPOINT_FORMAT = 3
 OUT_OF_MEMORY = re.compile("out of memory|t allocate memory")  # of a GPU; of a CPU
-SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's names of its attention kernels
+SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 # Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
 SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # clusters set these
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -67,7 +68,7 @@ def require(condition, message: str) -> None:
         raise ValueError(message)
 
 def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
-    """A field of Config. Kind "free": may change on resume. Kind "kept": artifacts contain it."""
+    """A field of Config: its help, what it may be, its lowest value and its kind."""
     return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
 
 free = partial(var, kind="free")
@@ -77,36 +78,36 @@ kept = partial(var, kind="kept")
 class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
     # Run and data
-    run_id: str = free("", "name of the logs, logs/RUN_ID.txt and .jsonl; empty: a new name")
+    run_id: str = free("", "name of logs/RUN_ID.txt and .jsonl; empty: a new name")
     seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
-    out_dir: str = free(".", "folder for final_model.pt, final_model.int8.ptz and checkpoints/")
-    init_from: str = free("", "artifact, state dict or checkpoint with the initial weights")
-    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with the token shards")
+    out_dir: str = free(".", "folder for the final model's files and checkpoints/")
+    init_from: str = free("", "artifact, state dict or checkpoint to start from")
+    data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with token shards")
     tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
     tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
     loader: str = var("sequential", "order of the training text", "sequential|shuffled")
     overfit: bool = var(False, "train on the first batch again and again")
     # Device
-    device: str = free("auto", "where to train; auto: the first available", "auto|cuda|mps|cpu")
+    device: str = free("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
-    compile: str = free("auto", "torch.compile; auto: on CUDA, and on Linux with g++", "auto|0|1")
-    attn: str = free("auto", "kernel; tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
+    compile: str = free("auto", "auto: on CUDA, and on Linux with g++", "auto|0|1")
+    attn: str = free("auto", "tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
     iterations: int = free(20000, "train for at most N steps")
     max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the rates in N steps to the cap or the end", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in the last N steps", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans that a rank reads in a step; 0: its share of 8")
-    micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: set by device")
+    grad_accum_steps: int = free(0, "spans that a rank reads a step; 0: its share of 8")
+    micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "maximum tokens in a validation pass, over ranks and spans")
-    val_tokens: int = free(0, "validate on the first N tokens, for a quick look; 0: on all")
+    val_batch_size: int = free(524288, "maximum tokens scored at once by all ranks")
+    val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
     eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
-    train_log_every: int = free(200, "log the first ten and every N steps; 0: the first ten")
+    train_log_every: int = free(200, "log every N steps, and the first ten")
     # Model
     vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
     vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
@@ -119,8 +120,8 @@ class Config:
     rope_base: float = kept(10000.0, "base of the rotary frequencies", low=1)
     logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3)
     qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
-    tied_embed_init_std: float = var(0.005, "standard deviation of a tied table's initial values")
-    init: str = var("baseline", "initial weights; gpt2: normal, std 0.02", "baseline|gpt2")
+    tied_embed_init_std: float = var(0.005, "initial standard deviation of a tied table")
+    init: str = var("baseline", "gpt2: all weights normal, std 0.02", "baseline|gpt2")
     mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = kept(False, "shift a part of each key by one token")
@@ -128,36 +129,35 @@ class Config:
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
-    optimizer: str = var("muon", "muon: Muon for the blocks' matrices, else Adam", "muon|adamw")
+    optimizer: str = var("muon", "muon: for the blocks' matrices, else Adam", "muon|adamw")
     adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
     embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
     head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
     tied_embed_lr: float = var(0.03, "learning rate of a tied embedding, with Muon")
     matrix_lr: float = var(0.02, "learning rate of the blocks' matrices, with Muon")
-    scalar_lr: float = var(0.02, "learning rate of vectors and control tensors, with Muon")
+    scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
     muon_polar: bool = var(False, "rows of one norm, Polar Express's coefficients")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
-    muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps; 0: at once")
+    muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon")
     fused: bool = var(True, "run Adam in one kernel (never on MPS)")
-    weight_decay: float = var(0.0, "decay of matrices and tables, times their learning rate")
-    lr_schedule: str = var("warmdown", "shape of the learning rate's decay", "warmdown|cosine")
+    weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
+    lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
-    # Checkpoints
+    # Checkpoints and export
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
     keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
-    resume: str = free("", "checkpoint to continue; auto: the newest one that can be read")
-    # Export
+    resume: str = free("", "checkpoint to continue; auto: the newest readable one")
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
     int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors in float32")
-    int8_keep_float_max_numel: int = free(65536, "tensors with at most N numbers stay floats")
+    int8_keep_float_max_numel: int = free(65536, "tensors of at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
     export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
@@ -170,25 +170,23 @@ class Config:
             value, low = getattr(self, f.name), f.metadata["low"]
             require(f.type not in (int, float) or low <= value < 2**63,
                     f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
-        require(max(self.beta1, self.beta2) < 1, "BETA1 and BETA2 must be less than 1")
         heads = self.num_heads
-        require(self.model_dim % (2 * heads) == 0, f"MODEL_DIM={self.model_dim} must be a multiple "
-                f"of 2 * NUM_HEADS = {2 * heads}, so that heads have an even width")
+        require(self.model_dim % (2 * heads) == 0,
+                f"MODEL_DIM={self.model_dim} must be a multiple of 2 * NUM_HEADS = {2 * heads}")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < self.model_dim,
                 f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
                 f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
-        length = self.eval_seq_len or self.train_seq_len
-        require(self.eval_stride <= length, f"EVAL_STRIDE={self.eval_stride} exceeds {length}")
-        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} must not be a path")
+        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is a path")
 
-KEPT = ["TOKENIZER_PATH", *(f.name.upper() for f in fields(Config) if f.metadata["kind"] == "kept")]
+FIELDS = {f.name.upper(): f for f in fields(Config)}
+KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
 
-def parse_value(f, text: str):
-    """The value of a field that is written as `text`. Raises ValueError."""
-    name = f.name.upper()
+def parse_value(name: str, text: str):
+    """The value of a variable that is written as `text`. Raises ValueError."""
+    f = FIELDS[name]
     choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
     if choices:
         require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
@@ -201,7 +199,7 @@ def parse_value(f, text: str):
 
 def read_description(path: str) -> dict[str, str]:
     """An artifact's variables; {} for other files. Raises ValueError for unknown ones. They are
-    found by their first name, since nothing is unpickled before the model's size is known."""
+    found by their first name: nothing is unpickled before the model's size is known."""
     try:
         start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
         start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
@@ -214,38 +212,35 @@ def read_description(path: str) -> dict[str, str]:
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError."""
-    known = {f.name.upper(): f for f in fields(Config)}
     given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
     for argument in arguments:
         name, _, text = argument.partition("=")
         given[name] = (text, "argument")
     path = given.get("INIT_FROM", ("",))[0]
     given = {name: (text, path) for name, text in read_description(path).items()} | given
-    for name in given.keys() - known.keys():
-        text, origin = given[name]
-        cutoff = 0.6 if origin == "argument" else 0.85
-        near = difflib.get_close_matches(name.lstrip("-").upper(), known, 1, cutoff)
+    for name in given.keys() - FIELDS.keys():  # other programs have variables, too
+        text, origin = given.pop(name)
+        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
         hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
-    texts = {name: given[name] for name in given if name in known}
-    values = {known[name].name: parse_value(known[name], text) for name, (text, _) in texts.items()}
+    values = {FIELDS[name].name: parse_value(name, text) for name, (text, _) in given.items()}
     control = values.get("control_tensor_name_patterns", CONTROL)
     values.setdefault("int8_keep_float_fp32_name_patterns", control)
-    return Config(**values), texts
+    return Config(**values), given
 
 def print_help() -> None:
     """Print every variable with its default, its meaning and its choices."""
     print(__doc__)
-    for f in fields(Config):
-        print(f"  {f.name.upper()}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
+    for name, f in FIELDS.items():
+        print(f"  {name}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
 
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
-# ---- Ranks and device --------------------------------------------------------------------------
-# All ranks make the same collective calls in the same order; one alone needs no process group.
+# ---- Ranks and device -------------------------------------------------------------------
+# All ranks make the same collective calls in the same order; one alone needs no group.
 @dataclass(frozen=True)
 class Ranks:
     """This process among all: its rank, their number and its device."""
@@ -262,7 +257,7 @@ class Ranks:
         return largest.tolist()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor of any shape by its sum over the ranks, and return it. Collective."""
+        """Replace a tensor of any shape by its sum over the ranks. Collective."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
@@ -276,12 +271,13 @@ class Ranks:
 def find_ranks() -> list[int]:
     """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
     env = os.environ
-    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if set(n) <= env.keys()), [])
-    if not names:
-        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of torchrun's "
-                "variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
+    launchers = [line.split() for line in LAUNCHERS.splitlines()]
+    names = next((names for names in launchers if env.keys() >= set(names)), None)
+    if names is None:
+        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of "
+                "torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
         return [0, 1, 0, 1]
-    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's can be "4(x2)"
+    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's: "4(x2)"
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
     if not address and Path(env.get("PBS_NODEFILE", "")).is_file():
         address = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()[0]
@@ -307,29 +303,27 @@ def start_ranks(config: Config) -> Ranks:
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: all memory is of the heap
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: which keeps it, a fifth faster
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes all memory from its heap
+        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
     if world_size > 1:
-        store = None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives restarted ranks
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, world_size)
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank,
-                                world_size=world_size, device_id=device if kind == "cuda" else None)
+        store, *_ = next(dist.rendezvous("env://", rank, world_size))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
+        store = dist.PrefixStore(attempt, store)
+        backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, None, None, world_size, rank, store, device_id=gpu)
     return Ranks(rank, world_size, device)
 
 def bfloat16_is_native(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware, CPUs with AMX or AVX512-BF16 included."""
+    """Whether the device multiplies bfloat16 in hardware; some CPUs do (AMX, AVX512-BF16)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return device.type == "cpu" and has_units
 
-# ---- Log ---------------------------------------------------------------------------------------
-# Lines begin as the published trainer's, for programs that read them; events have exact values.
+# ---- Log --------------------------------------------------------------------------------
+# Programs read these lines: they begin as the published trainer's. Events have exact values.
 class RunLog:
-    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; other ranks are silent."""
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.is_main = is_main
         self.code = source.encode("utf-8")
@@ -338,7 +332,7 @@ class RunLog:
         Path("logs").mkdir(exist_ok=True)
         stamp = time.time_ns()
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
-        for path in filter(Path.exists, paths):  # the logs of two runs never mix in one file
+        for path in filter(Path.exists, paths):  # the logs of two runs never mix
             path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
         print(paths[0], flush=True)
@@ -359,7 +353,7 @@ class RunLog:
             self.write(file, text)
 
     def event(self, event: str, text: str = "", **values) -> None:
-        """Write values to the .jsonl, null where they are not finite, and a text for people."""
+        """Write values to the .jsonl, null if they are not finite, and a text for people."""
         if self.is_main:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             bad = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -367,26 +361,31 @@ class RunLog:
         if text:
             self.line(text)
 
-# ---- Data and validation -----------------------------------------------------------------------
-# What a step reads follows from its number alone; a score is in bits per byte of the decoded text.
-def find_shards(config: Config, split: str) -> list[Path]:
-    """The shards of "train" or "val" in name order. Raises ValueError for none or two sets."""
-    files = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    require(files, f"DATA_PATH={config.data_path!r} has no *_{split}_*.bin; a small set: python "
-            f"data/prepare.py sotu --tokenizer sp{config.vocab_size} --out data/datasets/sotu")
-    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in files})
-    require(len(sets) == 1, f"DATA_PATH={config.data_path!r} mixes shards of {', '.join(sets)}")
-    return files
-
+# ---- Data and validation ----------------------------------------------------------------
+# What a step reads follows from its number alone. A score is in bits per byte of the text.
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard: it "
-            f"starts with the integers {header}, not with {SHARD_START} and the number of tokens")
+            f"starts with {header}, not with {SHARD_START} and the number of tokens")
     size = path.stat().st_size
-    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} bytes "
-            f"do not match {header[2]} tokens; make or download it again")
+    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} "
+            f"bytes do not match {header[2]} tokens; make or download it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
+    """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
+    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    sets = sorted({path.name.rsplit(f"_{split}_", 1)[0] for path in paths})
+    where = f"DATA_PATH={config.data_path!r}"
+    require(paths, f"{where} has no *_{split}_*.bin; a small set: python data/prepare.py sotu "
+            f"--tokenizer sp{config.vocab_size} --out data/datasets/sotu")
+    require(len(sets) == 1, f"{where} mixes shards of {', '.join(sets)}")
+    shards = {path: open_shard(path) for path in paths}
+    tokens = sum(map(len, shards.values()))
+    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
+            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    return shards
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
@@ -401,22 +400,19 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 class TokenLoader:
-    """The training shards as one endless text, of which a step reads the next `pieces`, ranks in
-    turn: rows of TRAIN_SEQ_LEN tokens if shuffled, else longer spans. Raises ValueError."""
+    """The training shards as one endless text. A step reads its next `pieces`, ranks in turn:
+    spans, as published, or single rows of TRAIN_SEQ_LEN tokens if shuffled."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        self.files = find_shards(config, "train")
-        self.shards = [open_shard(path) for path in self.files]  # ids: checked when read
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.shards = list(open_split(config, "train").items())  # ids: checked when read
+        self.ends = np.cumsum([len(tokens) for _, tokens in self.shards])
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
-        require(self.rows, f"DATA_PATH={config.data_path!r} has {self.tokens} training tokens, too "
-                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
         self.shuffled = config.loader == "shuffled"
         spans = config.grad_accum_steps * ranks.world_size
-        self.length = config.train_seq_len if self.shuffled else config.train_batch_tokens // spans
+        self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
+        self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # + 1 as published
-        self.pieces = config.train_batch_tokens // self.length
         self.batches(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:
@@ -428,33 +424,33 @@ class TokenLoader:
         return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.stride
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens (uint16) from position `start`. Raises ValueError as check_ids does."""
+        """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
         parts = []
         while count > 0:
             start %= self.tokens
             index = int(np.searchsorted(self.ends, start, side="right"))
-            to_end = int(self.ends[index]) - start
-            part = self.shards[index][-to_end:][:count]
-            parts.append(check_ids(part, self.config.vocab_size, self.files[index]))
+            path, tokens = self.shards[index]
+            part = tokens[start - int(self.ends[index]):][:count]
+            parts.append(check_ids(part, self.config.vocab_size, path))
             start += len(part)
             count -= len(part)
         return np.concatenate(parts)
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches of a step, from 0 on: inputs and targets (B, T), int64."""
-        first = step * self.pieces
+        """This rank's micro-batches of a step, from 0: inputs and targets (B, T), int64."""
+        first, length = step * self.pieces, self.config.train_seq_len
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
-        texts = np.stack([self.read(self.start(piece), self.length + 1) for piece in mine])
-        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
+        texts = np.stack([self.read(self.start(i), self.length + 1) for i in mine])
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, length)
         ids = torch.from_numpy(pairs.astype(np.int64))
         ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
         ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
-        rows = self.config.micro_batch_tokens // self.config.train_seq_len
+        rows = self.config.micro_batch_tokens // length
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; UTF-8 bytes per token, uint16 (V, 2), column 1 after a boundary token;
-    which tokens are boundaries, bool (V,). Raises ValueError if it cannot be read."""
+    """The tokenizer's kind; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
+    boundary token; the boundary tokens, bool (V,). Raises ValueError."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -478,42 +474,40 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
         else:
             import tiktoken
             kind = "tiktoken"
-            require(path in tiktoken.list_encoding_names(), "use a *.model file, byte260 or gpt2")
+            require(path in tiktoken.list_encoding_names(), "use a .model file, byte260 or gpt2")
             encoding = tiktoken.get_encoding(path)
             lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
     except Exception as error:  # a missing package, a missing or damaged file
         raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
-    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but the tokenizer "
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but tokenizer "
             f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
 class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json has other counts."""
+    """The validation text and its bytes. Raises ValueError if manifest.json has others."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        tokens = np.concatenate([check_ids(open_shard(path), config.vocab_size, path)
-                                 for path in find_shards(config, "val")])
+        shards = open_split(config, "val").items()
+        tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)
-        rows = (len(tokens) - 1) // config.train_seq_len
-        require(rows, f"DATA_PATH={config.data_path!r} has {len(tokens)} validation tokens, too "
-                f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
         target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-        first_bytes = int(table[tokens[0], 1])  # the first token is text, but not a target
+        first_bytes = int(table[tokens[0], 1])  # the first token is text, but no target
         found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
         path = Path(config.data_path, "manifest.json")
         try:
             splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
-            wanted = [splits.get("val", {}).get("tokens", found[0]),
-                      splits.get("val", {}).get("decoded_bytes", found[1])]
-            self.data_sha256 = {shard["file"]: shard.get("sha256") for split in splits.values()
-                                for shard in split.get("shards", [])}
+            val = splits.get("val", {})
+            wanted = [val.get("tokens", found[0]), val.get("decoded_bytes", found[1])]
+            files = [file for split in splits.values() for file in split.get("shards", [])]
+            self.data_sha256 = {file["file"]: file.get("sha256") for file in files}
         except (ValueError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}; make the data set again") from None
+            raise ValueError(f"{path} is damaged: {error!r}; make the data again") from None
         require(found == wanted, f"{path} says {wanted} validation tokens and bytes, shards and "
                 f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+        rows = (len(tokens) - 1) // config.train_seq_len
         wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
         self.count = min(rows, wanted_rows) * config.train_seq_len  # targets
         self.tokens = tokens[:self.count + 1]
@@ -522,40 +516,40 @@ class Validation:
 
     @torch.no_grad()
     def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
-        """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a row),
-        moved by `stride` (0: length), score what earlier ones did not. Collective."""
+        """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a
+        row), moved by `stride` (0: length), score what earlier ones did not. Collective."""
         start_ms = self.ranks.now_ms()
         config, ranks = self.config, self.ranks
         length = min(length or config.train_seq_len, self.count)
-        stride = stride or length
+        stride = min(stride or length, length)
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows in a forward pass
+        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
         stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
         starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
-        device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             rows = slice(first, first + batch)
             places = stops[rows, None] - length + np.arange(length)
             is_scored = places >= starts[rows, None]
-            inputs = self.tokens[places].astype(np.int64)
             targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
-            inputs, targets = torch.from_numpy(np.stack((inputs, targets))).to(ranks.device)
-            nats += model(inputs, targets).to(device).double() * int(is_scored.sum())
+            pair = np.stack((self.tokens[places].astype(np.int64), targets))
+            loss = model(*torch.from_numpy(pair).to(ranks.device))
+            nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
         return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
                 "eval_time_ms": ranks.now_ms() - start_ms}
 
-# ---- Model -------------------------------------------------------------------------------------
-# Each module is its equation for whole rows. Weights are float32, and cast to x's type where used.
+# ---- Model ------------------------------------------------------------------------------
+# Each module is its equation for whole rows. Weights are float32, cast to x's type when used.
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
-    """gain * x / sqrt(mean(x^2)) over the last dimension, with float32's epsilon in every type."""
+    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # factors are few: the gain's gradient costs little
+    return (x * (factors * gain)).to(x.dtype)  # so the gain's gradient costs little
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) in two halves; cos, sin (T, 1, C/2)."""
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C), halves paired; cos (T, 1, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -564,11 +558,11 @@ def token_before(x: Tensor) -> Tensor:
     return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention for CPUs in four tiles of queries: q (B, K, H/K, T, C); k, v (B, K, T, C).
-    Inductor makes chunks joined again faster than slices, and keeps p for the backward."""
+    """Causal attention for CPUs, a quarter of the queries at a time, without the keys after
+    them: q (B, K, H/K, T, C); k, v (B, K, T, C). To join chunks is faster than slices."""
     size = math.ceil(q.size(3) / 4)
     y, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
-    for i, q_i in enumerate(q.chunk(4, dim=3)):  # of `size` queries; the last may have fewer
+    for i, q_i in enumerate(q.chunk(4, dim=3)):  # `size` queries; the last may be fewer
         k_i, v_i = torch.cat(keys[:i + 1], dim=2), torch.cat(values[:i + 1], dim=2)
         scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
         mask = torch.full(scores.shape[3:], -math.inf, dtype=q.dtype).triu(i * size + 1)
@@ -586,8 +580,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several together. While
-    calibrate() watches a layer, its `gram` adds up x^T x (D, D)."""
+    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once. While
+    `calibrate` watches a layer, its `gram` adds up x^T x (D, D)."""
     weights = [layer.weight for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:
@@ -599,7 +593,7 @@ def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor
     return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
-    """Causal self-attention of x (B, T, D), with RMS-normed queries and keys, a gain per head."""
+    """Causal self-attention of x (B, T, D); queries and keys are normed, with a gain a head."""
     def __init__(self, config: Config):
         super().__init__()
         width = config.model_dim
@@ -622,7 +616,7 @@ class Attention(nn.Module):
             k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, C)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
         y = causal_attention(q, k, v, self.config.attn)
         if self.config.exclusive_attn:  # arXiv:2603.09078
             own = rms_norm(v)[:, :, None]
@@ -643,7 +637,7 @@ class MLP(nn.Module):
         return linear(hidden, self.proj, scale=scale)
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream x (B, T, D), with the embedding x0 mixed back in."""
+    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0."""
     def __init__(self, config: Config):
         super().__init__()
         self.attn = Attention(config)
@@ -659,23 +653,23 @@ class Block(nn.Module):
         return x + self.mlp(rms_norm(x), self.mlp_scale)
 
 class GPT(nn.Module):
-    """A GPT whose first half of blocks feeds skip connections to the second, last in, first out."""
+    """A GPT whose first half of blocks has skip connections to the second, last to first."""
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)  # published order: seeds rely on it
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
         ones = torch.ones(self.half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs gradients
+        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs a use
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
-            if config.init == "gpt2" and name.endswith(".weight"):
-                depth = 2 * config.num_layers if ".proj." in name else 1  # Radford et al. 2019
+            if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
+                depth = 2 * config.num_layers if ".proj." in name else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
             elif name == "lm_head.weight" or ".proj." in name:
                 nn.init.zeros_(p)
@@ -692,8 +686,8 @@ class GPT(nn.Module):
                 self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
-        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
-        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        rotary = torch.stack((angles.cos(), angles.sin()))
+        self.register_buffer("rotary", rotary, persistent=False)  # in kernels: 7 % of a step
         self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -718,23 +712,20 @@ class GPT(nn.Module):
         logits = linear(rms_norm(x), head).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy, 0-d float32 in nats, of targets (B, T) that are not -1."""
-        logits = self.logits(x)
-        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=x.device)
-        is_safe = self.config.logit_softcap <= 64  # no overflow: skip the pass for the largest
-        log_sum = logits.exp().sum(-1).log() if is_safe else logits.logsumexp(-1)
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of tokens (B, T), int64, 0-d float32 in nats; targets of -1 are
+        not counted. Logits whose exp cannot overflow need no pass for their maximum."""
+        logits = self.logits(self.hidden(tokens))
+        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
+        is_bounded = self.config.logit_softcap <= 64
+        log_sum = logits.exp().sum(-1).log() if is_bounded else logits.logsumexp(-1)
         nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
         counted = targets >= 0
         return (nats * counted).sum() / counted.sum()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of tokens (B, T), int64, with these targets."""
-        return self.loss(self.hidden(tokens), targets)
-
 def choose_attention(config: Config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that runs a row here. Raises ValueError if none does."""
-    if device.type == "mps":  # MPS has one kernel of its own, and no switches
+    """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
+    if device.type == "mps":  # it has one kernel, and no switches
         return "math"
     kernels = ["flash", "cudnn", "efficient", "math"]
     length = max(config.train_seq_len, config.eval_seq_len)
@@ -742,27 +733,26 @@ def choose_attention(config: Config, device: torch.device) -> str:
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile == "1" and length <= 1024:
         kernels.insert(0, "tiled")  # takes much memory for longer rows
-    width = config.model_dim // config.num_heads
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    shape = (1, sum(heads), min(length, 2048 if device.type == "cuda" else 128), width)
-    x = torch.ones(shape, device=device, dtype=getattr(torch, config.dtype), requires_grad=True)
+    width, heads = config.model_dim // config.num_heads, (config.num_heads, config.num_kv_heads)
+    row = partial(torch.ones, device=device, dtype=getattr(torch, config.dtype))
+    q, k = (row(1, n, min(length, 2048), width, requires_grad=True) for n in heads)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
         try:
-            with warnings.catch_warnings(action="ignore"):  # PyTorch explains each refusal
-                causal_attention(*x.split(heads, dim=1), kernel).sum().backward()
+            with warnings.catch_warnings(action="ignore"):  # PyTorch explains refusals
+                causal_attention(q, k, k, kernel).sum().backward()
             return kernel
         except Exception as error:  # kernels and packages refuse in many ways
             reason = str(error)
-    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width {width} here: "
-                     f"{reason}; try ATTN=auto")
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width {width} "
+                     f"here: {reason}; try ATTN=auto")
 
-# ---- Optimizers --------------------------------------------------------------------------------
-# Each parameter is in one group. Rates are functions of the step and of the training clock alone.
+# ---- Optimizers -------------------------------------------------------------------------
+# Each parameter is in one group. Rates follow from the step and the training clock alone.
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
-    """Move the singular values of matrices (N, rows, columns) close to 1 by Newton-Schulz steps in
-    bfloat16, multiplied in `compute` (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
+    """Move the singular values of matrices (N, rows, columns) close to 1, by Newton-Schulz
+    steps in bfloat16 (Jordan 2024, kellerjordan.github.io/posts/muon), multiplied in `compute`."""
     x = updates.bfloat16()
     margin, coefficients = table
     x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -777,20 +767,20 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JOR
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum, kept for matrices of one shape as one tensor (N, rows, columns)."""
+    """Orthogonalised momentum; matrices of one shape share a tensor (N, rows, columns)."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.ranks, self.steps = ranks, config.muon_backend_steps
         self.table = POLAR if config.muon_polar else JORDAN
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
-        self.compute = torch.float32 if slow else torch.bfloat16  # else a thousand times slower
+        self.compute = torch.float32 if slow else torch.bfloat16  # a thousand times faster
         self.banks = {}  # matrices by their shape
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all matrices. A rank orthogonalises its share of each shape. Collective."""
+        """Update all matrices; a rank orthogonalises its share of a shape. Collective."""
         group = self.param_groups[0]
         for shape, params in self.banks.items():
             grads = torch.stack([p.grad for p in params])
@@ -799,7 +789,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(grads)
             momentum = state["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
-            share = math.ceil(len(params) / self.ranks.world_size)  # last ranks may have fewer
+            share = math.ceil(len(params) / self.ranks.world_size)  # the last may have less
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
@@ -817,7 +807,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Raises ValueError."""
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101) for all."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -841,8 +831,8 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     return [adam, *muon]
 
 def rate_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """The factor on the learning rates in `step`, which begins after `elapsed_ms`. With a cap,
-    WARMDOWN_ITERS end there; other shapes (cosine: arXiv:1608.03983) there or with ITERATIONS."""
+    """The factor on the learning rates in `step`, which begins after `elapsed_ms`. With a cap the
+    published warm-down ends there; others (cosine: arXiv:1608.03983) there or with ITERATIONS."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
         steps = max(1, config.iterations - config.lr_warmup_steps)
@@ -865,10 +855,10 @@ def muon_momentum(config: Config, step: int) -> float:
     done = min(1.0, step / steps) if steps else 1.0
     return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
 
-# ---- Export ------------------------------------------------------------------------------------
-# Files may be hostile: reading them runs no code and takes no more memory than the model needs.
+# ---- Export -----------------------------------------------------------------------------
+# Files may be hostile: reading them runs no code and takes no more memory than a model needs.
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values, and their scales: float16 (rows,) for a matrix, one float32 for other shapes."""
+    """int8 values and their scales, as published: float16 (rows,) for a matrix, else float32."""
     is_matrix = tensor.ndim == 2
     rows = tensor.float() if is_matrix else tensor.float().reshape(1, -1)
     clip = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
@@ -877,8 +867,8 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
 def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
-    """A matrix as int8 values of `bits` bits, with float16 scales (rows,). Rows are clipped at
-    `clip` deviations. With `gram`, later columns make good earlier errors (arXiv:2210.17323)."""
+    """A matrix as int8 values of `bits` bits and float16 scales (rows,). Rows are clipped at
+    `clip` deviations; with `gram`, later columns make up for errors (arXiv:2210.17323)."""
     rows = weight.float()
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)
@@ -945,7 +935,7 @@ def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes,
                   "artifact_sha256": sha256(data).hexdigest()}
 
 def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors of an int8 artifact. Raises ValueError for a wrong shape or scale."""
+    """The float32 tensors of an int8 artifact. Raises ValueError for a bad shape or scale."""
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
         scale = artifact["scales"][name]
@@ -953,12 +943,12 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
                 and scale.shape == rows, f"{name} or its scale has another shape or type")
         scale = scale.float()
-        require(scale.isfinite().all() and (scale > 0).all(), f"a scale of {name} is not positive")
+        require(((0 < scale) & (scale < math.inf)).all(), f"a scale of {name} is not positive")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
 
 def read_archive(data: bytes):
-    """Read what torch.save wrote: no code runs, nothing is inflated, checksums are compared."""
+    """Read what torch.save wrote; runs no code, inflates nothing, and compares checksums."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
@@ -966,18 +956,17 @@ def read_archive(data: bytes):
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
-def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
-    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError if unfit."""
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError."""
     wanted = model.state_dict()
-    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # of a checkpoint
+    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # a checkpoint's
     try:
         data = np.fromfile(path, np.uint8, limit + 1).tobytes()
-        require(digest in ("", sha256(data).hexdigest()), "another run wrote it to this OUT_DIR")
         if not data.startswith(b"PK"):  # torch.save writes zip archives
             inflater = zlib.decompressobj()
             data = inflater.decompress(data, limit + 1)
             require(inflater.eof or len(data) > limit, "it ends too early")
-        require(len(data) <= limit, f"it has more than the {limit} bytes that this model can need")
+        require(len(data) <= limit, f"it has more than the {limit} bytes that the model needs")
         state = read_archive(data)
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
@@ -987,7 +976,7 @@ def load_weights(model: nn.Module, path: str | Path, digest: str = "") -> None:
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write under another name and rename, so that `path` is never half a file. Raises OSError."""
+    """Write under another name, then rename: `path` is never half a file. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -1001,7 +990,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @torch.no_grad()
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
-    """x^T x (columns, columns) of a layer's inputs in the steps' batches, by weight. Collective."""
+    """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
     layers = {f"{name}.weight": module for name, module in model.named_modules()
               if isinstance(module, nn.Linear | nn.Embedding)}
     for layer in layers.values():
@@ -1014,11 +1003,11 @@ def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     model.apply(lambda module: setattr(module, "gram", None))
     return grams
 
-# ---- Training ----------------------------------------------------------------------------------
-# A Trainer holds all that a step changes: set back, it undoes the warm-up or resumes, bit for bit.
+# ---- Training ---------------------------------------------------------------------------
+# A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
 class Clock:
     """The steps done, the training time on which the ranks agreed last, and signals to stop.
-    Agreeing waits for the device; in between, time advances at the latest pace."""
+    Agreeing waits for the device; in between, time advances by the mean step."""
     def __init__(self, config: Config, ranks: Ranks):
         self.ranks, self.iterations = ranks, config.iterations
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
@@ -1029,18 +1018,13 @@ class Clock:
     def set(self, step: int, time_ms: float) -> None:
         """Start the clock after `step` steps, which took `time_ms`."""
         self.step, self.time_ms = step, time_ms
-        self.agreed_step, self.agreed_ms = step, time_ms
-        self.pace_ms = time_ms / max(step, 1)  # of the latest steps
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
     def agree(self, is_bad: bool = False) -> bool:
-        """Take the ranks' largest time and any signal; whether any rank `is_bad`. Collective."""
+        """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
         number = self.signals[0][0] if self.signals else 0
         elapsed_ms = self.ranks.now_ms() - self.zero_ms
         self.stop_signal, self.time_ms, is_bad = self.ranks.max(number, elapsed_ms, is_bad)
-        if self.step > self.agreed_step:
-            self.pace_ms = (self.time_ms - self.agreed_ms) / (self.step - self.agreed_step)
-            self.agreed_step, self.agreed_ms = self.step, self.time_ms
         return bool(is_bad)
 
     @contextmanager
@@ -1054,17 +1038,17 @@ class Clock:
         self.time_ms = stopped_ms
 
     def on_signal(self, number: int, frame) -> None:
-        """Keep a signal until the ranks agree on it. A second Ctrl-C ends this process at once."""
+        """Keep a signal until the ranks agree on it. A second Ctrl-C ends this process."""
         now = time.monotonic()
         if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
             os._exit(128 + number)  # sys.exit would wait for other ranks
         if not self.signals and self.ranks.rank == 0:
-            os.write(2, b"stopping after this step or validation; Ctrl-C again: at once\n")
+            os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
         self.signals.append((number, now))
 
 class Trainer:
-    """All that a step changes: model, optimizers, loss scale, clock. Every rank starts with the
-    weights of rank 0. Raises ValueError if INIT_FROM does not fit."""
+    """All that a step changes: model, optimizers, loss scale, clock. Ranks start with rank 0's
+    weights. Raises ValueError if INIT_FROM does not fit."""
     def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
         self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
         torch.manual_seed(config.seed)
@@ -1076,8 +1060,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.averaging = self.model  # with DDP, backward averages the gradients of all ranks
         if ranks.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False  # or graphs are cut where buckets end
-            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same on all ranks
+            torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
             self.averaging = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -1085,19 +1069,20 @@ class Trainer:
         rank's mean loss in nats and the norm of all gradients: float32, 0-d. Collective."""
         config, step = self.config, self.clock.step
         factor = rate_factor(config, step, self.clock.time_ms)
-        for group in [group for optimizer in self.optimizers for group in optimizer.param_groups]:
-            group["lr"] = group["base_lr"] * factor
-            group["momentum"] = muon_momentum(config, step)  # Adam ignores it
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+                group["momentum"] = muon_momentum(config, step)  # Adam ignores it
         losses = torch.zeros((), device=self.ranks.device)
         for i, (x, y) in enumerate(batches, 1):
-            self.averaging.require_backward_grad_sync = i == len(batches)  # one exchange a step
+            self.averaging.require_backward_grad_sync = i == len(batches)  # once a step
             loss = self.averaging(x, y) * (1 / len(batches))
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # NaN: it overflowed
+        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # an overflow
         if config.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
         for optimizer in self.optimizers:
@@ -1113,32 +1098,30 @@ class Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict) -> None:
-        """Return to a `state_dict` and start the clock. Optimizers get new `param_groups`."""
+        """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
         self.model.load_state_dict(state["model"])
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
-# ---- Checkpoints and the loop ------------------------------------------------------------------
-# All ranks branch together, by the step or by what they agreed on; rank 0 writes, all ranks read.
+# ---- Checkpoints and the loop -----------------------------------------------------------
+# Ranks branch together, by the step or by what they agreed on. Rank 0 writes, all ranks read.
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
-    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # _hash: format 1
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # 1: a hash
     files = Path(config.out_dir, "checkpoints").glob("*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name)]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def find_checkpoint(config: Config) -> dict | None:
-    """The checkpoint RESUME; "auto": the newest that can be read, or None. Raises ValueError."""
-    if not config.resume:
-        return None
+    """The checkpoint RESUME; "auto": the newest readable one, or None. Raises ValueError."""
     auto = config.resume == "auto"
-    for path in list_checkpoints(config) if auto else [Path(config.resume)]:
+    for path in list_checkpoints(config) if auto else filter(None, [config.resume]):
         try:
-            state = read_archive(path.read_bytes())
-            require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, not "
-                    f"{CHECKPOINT_FORMAT}: resume it with the script that wrote it")
+            state = read_archive(Path(path).read_bytes())
+            require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, "
+                    f"not {CHECKPOINT_FORMAT}: resume it with the script that wrote it")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}")
@@ -1146,26 +1129,25 @@ def find_checkpoint(config: Config) -> dict | None:
     return None
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
-    """Continue from a checkpoint. Raises ValueError if its settings, text or tensors do not fit."""
+    """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
     try:
         old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
-        new = asdict(trainer.config)
-        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
+        new = dict.fromkeys(old, "unknown to this script") | asdict(trainer.config)
+        may_differ = {f.name for f in fields(Config) if f.metadata["kind"] == "free"}
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
-                   for name in fixed if old[name] != new[name]]
-        refused += [f"this script has no {name.upper()}" for name in sorted(old.keys() - new)]
+                   for name in old if name not in may_differ and old[name] != new[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
-        trainer.load_state_dict(state)
-        step, time_ms = trainer.clock.step, trainer.clock.time_ms
-        require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
-                f"step {step} after {time_ms} ms is not in this run")
         seen, tokens = state.get("training_tokens"), loader.tokens  # older ones have none
         require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
+        step, time_ms = state["step"], state["time_ms"]
+        require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
+                f"step {step} after {time_ms} ms is not in this run")
+        trainer.load_state_dict(state)
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
 
 def save_checkpoint(trainer: Trainer, loader: TokenLoader, log: RunLog) -> None:
-    """Write a checkpoint and delete the oldest ones of this run. A failed write only warns."""
+    """Write a checkpoint and delete the oldest ones of this run. A failure only warns."""
     config, step = trainer.config, trainer.clock.step
     path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
     try:
@@ -1185,11 +1167,9 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
-    """Take WARMUP_STEPS steps, undo them, start the clock. Calibration that fails, fails now."""
+    """Take WARMUP_STEPS steps, undo them, start the clock."""
     config, clock = trainer.config, trainer.clock
     before = saved(trainer.state_dict())
-    if loader and config.gptq_batches:
-        calibrate(trainer.model, [loader.batches(0)[:1]], trainer.ranks)
     for i in range(1, config.warmup_steps + 1 if config.iterations else 0):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{config.warmup_steps}")
@@ -1222,24 +1202,23 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
     lr, grad_norm = trainer.optimizers[-1].param_groups[0]["lr"], norm.item()
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
     epoch = step * loader.pieces * loader.stride / loader.tokens
-    end_ms = min(trainer.clock.cap_ms, config.iterations * time_ms / step)
-    eta_s = max(0.0, end_ms - time_ms) / 1000
+    eta_s = max(0.0, min(trainer.clock.cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
     mem_mib = torch.cuda.max_memory_allocated() >> 20
     log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
               f"{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
               f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f} mem:{mem_mib}MiB "
-              f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}",
-              step=step, train_loss=loss, train_time_ms=time_ms, step_avg_ms=time_ms / step, lr=lr,
-              grad_norm=grad_norm, tok_per_sec=rate, mem_mib=mem_mib, eta_s=eta_s, epoch=epoch)
+              f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}", step=step, train_loss=loss,
+              train_time_ms=time_ms, step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm,
+              tok_per_sec=rate, mem_mib=mem_mib, eta_s=eta_s, epoch=epoch)
 
 def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
-    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if that diverges."""
+    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     first_step, logged, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
         # A checkpoint comes first, since what follows can take long.
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves = config.checkpoint_every and (done or is_due(clock.step, config.checkpoint_every))
+        saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
             save_checkpoint(trainer, loader, log)
         if done or clock.stop_signal:
@@ -1250,13 +1229,13 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
                 continue  # to the checkpoint above
         loss, norm = trainer.train_step(batches or loader.batches(clock.step))
         step = clock.step = clock.step + 1
-        clock.time_ms += clock.pace_ms
-        batches = loader.batches(step) if step < config.iterations else []  # as the device works
-
+        mean_ms = clock.time_ms / max(step - 1, 1)
+        clock.time_ms += mean_ms
+        batches = loader.batches(step) if step < config.iterations else []  # meanwhile
         # Now and then the ranks agree on time, signals and faults: often near the cap.
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
-                or clock.pace_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * clock.pace_ms
+                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms
                 or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
             skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # overflows
             if clock.agree(not (loss if skips else loss + norm).isfinite()):
@@ -1266,14 +1245,11 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
         if is_logged or clock.time_ms >= clock.cap_ms:
             log_step(trainer, loader, log, loss, norm, logged)
             logged = (step, clock.time_ms)
-        if step == 10 and config.warmdown_iters > 1 > config.min_lr and rate_factor(
-                config, config.iterations - 1, config.iterations * clock.time_ms / step) == 1:
-            log.line("warning: ITERATIONS end before the rates fall; set WARMDOWN_FRACTION=0.4")
 
 def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
            log: RunLog) -> None:
-    """Write final_model.pt and final_model.int8.ptz, and read the latter back. Calibration reads
-    training text, so it is on the clock. A signal waits for the files. Raises OSError."""
+    """Write final_model.pt and final_model.int8.ptz, and read the latter back. Calibration
+    reads training text: it is on the clock. A signal waits for the files. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state, grams = trainer.model.state_dict(), None
     clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
@@ -1310,52 +1286,50 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
                   code_sha256=sha256(log.code).hexdigest(), **about)
         if 0 < config.size_cap < len(data) + code_bytes:
             log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
-        load_weights(trainer.model, path, about["artifact_sha256"])
+        load_weights(trainer.model, path)
     if ranks.world_size > 1:
         for p in trainer.model.parameters():  # the other ranks may not see the file
             dist.broadcast(p.data, 0)
     clock.agree()
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
-    """Score what the artifact holds. Raises FloatingPointError if the score is not finite."""
+    """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
     config, step = trainer.config, trainer.clock.step
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
-        log.event("windows", f"windows {show(score)} eval_time:{score['eval_time_ms']:.0f}ms"
-                  f"{validation.label}", step=step, **score)
+        took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
+        log.event("windows", f"windows {show(score)} {took}", step=step, **score)
     score = validation.score(trainer.model)
-    name, took = "final_int8_zlib_roundtrip", f" eval_time:{score['eval_time_ms']:.0f}ms"
-    log.event("final", f"{name} {show(score, 4)}{took}{validation.label}\n"
-              f"{name}_exact {show(score)}{validation.label}", step=step, **score)
+    took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
+    exact = f"final_int8_zlib_roundtrip_exact {show(score)}{validation.label}"
+    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n{exact}", step=step,
+              **score)
     if not math.isfinite(score["val_loss"]):
         raise FloatingPointError("the final score is not finite; lower the rates")
 
-# ---- A run -------------------------------------------------------------------------------------
+# ---- A run ------------------------------------------------------------------------------
 # `run` wires the parts. Nothing is written before all is checked; errors of the user are sentences.
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
-    builds = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
-    compiles = device == "cuda" or (device == "cpu" and builds)
+    builds = device == "cpu" and Path(sysconfig.get_path("include"), "Python.h").exists()
+    builds = builds and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
     chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
-              "compile": "1" if compiles and config.iterations else "0"}
+              "compile": "1" if config.iterations and (device == "cuda" or builds) else "0"}
     config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
-    # A step reads 8 spans, fewer if rows are few, so that 1, 2, 4 and 8 ranks compute the same.
+    # A step reads 8 spans, fewer if rows are few: 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     least = spans_per_rank * ranks.world_size * length
-    for name in ("train_batch_tokens", "val_batch_size"):
-        require(getattr(config, name) >= least, f"{name.upper()}={getattr(config, name)} is less "
-                f"than a row of TRAIN_SEQ_LEN for each rank and span; use {least} or more")
-    tokens = round(config.train_batch_tokens / least) * least
+    tokens = max(1, round(config.train_batch_tokens / least)) * least
     if tokens != config.train_batch_tokens and ranks.rank == 0:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
     limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
-    if device == "cuda":  # by peaks on an H100; compiled, activations take up to 35 % of its memory
+    if device == "cuda":  # the share of the memory is by peaks on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -1372,29 +1346,24 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
 
-def compile_model(trainer: Trainer, loader: TokenLoader, log: RunLog, required: bool) -> None:
-    """Compile the model. If that fails, raise ValueError if `required`, else train without."""
-    model = trainer.model
+def compile_model(model: GPT, batch: tuple[Tensor, Tensor]) -> None:
+    """Compile the model for batches like this one. Raises ValueError if that fails."""
     model.compile(dynamic=False, fullgraph=True)
     try:
-        model(*loader.batches(0)[0]).backward()
+        model(*batch).backward()
     except Exception as error:  # compilers fail in many ways
-        if OUT_OF_MEMORY.search(str(error)):
-            raise
-        require(not required, f"COMPILE=1 failed: {str(error)[:400]}; install what it names, "
-                "for example gcc or python3-dev, or set COMPILE=0")
-        torch.compiler.set_stance("force_eager")
-        log.line(f"warning: training without torch.compile, it failed: {str(error)[:200]!r}")
+        raise ValueError(f"torch.compile failed: {error!s:.400}\nInstall what it names, such as "
+                         "python3-dev, lower MICRO_BATCH_TOKENS, or set COMPILE=0") from None
     model.zero_grad(set_to_none=True)
 
 def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validation, log: RunLog,
              overrides: dict) -> None:
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks, model = trainer.config, trainer.ranks, trainer.model
-    settings = {f.name.upper(): getattr(c, f.name) for f in fields(Config)}
+    settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {"head": 0.0} | {group["kind"]: group["base_lr"] for optimizer in trainer.optimizers
                              for group in optimizer.param_groups}
-    shards, tokens = (len(loader.files), loader.tokens) if loader else (0, 0)
+    shards, tokens = (len(loader.shards), loader.tokens) if loader else (0, 0)
     gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
     log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
               world_size=ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
@@ -1418,26 +1387,25 @@ seed:{c.seed}
 config:{json.dumps({**settings, "overrides": overrides})}""")
 
 def run(config: Config, overrides: dict, source: str) -> int:
-    """Train, export and score; return the exit status. Raises ValueError, OSError and others."""
+    """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config)
     if checkpoint and not config.run_id:
         config = replace(config, run_id=checkpoint["run_id"])
-    must_compile = config.compile == "1" or ranks.device.type == "cuda"
     config = resolve(config, ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
-    facts = {f.name.upper(): getattr(config, f.name) for f in fields(Config)
+    facts = {name: getattr(config, f.name) for name, f in FIELDS.items()
              if f.type is not str or f.metadata["kind"] != "free"}  # else: paths and kernels
     facts |= {"the validation text": sha256(validation.tokens).digest(),
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
-    numbers = [zlib.crc32(repr(value).encode()) for value in facts.values()]
-    largest, negative = ranks.max(*numbers), ranks.max(*(-number for number in numbers))
-    wrong = [name for name, a, b in zip(facts, largest, negative) if a != -b]  # of the smallest
+    own = [zlib.crc32(repr(value).encode()) for value in facts.values()]
+    differs = ranks.max(*(a != b for a, b in zip(own, ranks.max(*own))))
+    wrong = [name for name, is_wrong in zip(facts, differs) if is_wrong]
     require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
@@ -1453,47 +1421,45 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   step=step, train_time_ms=time_ms, file=path)
     del checkpoint
     if config.iterations and config.compile == "1":
-        compile_model(trainer, loader, log, must_compile)
+        compile_model(trainer.model, loader.batches(0)[0])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, clock.on_signal)
     warm_up(trainer, loader, log)
     train(trainer, loader, validation, log)
     if exports and not clock.stop_signal:
         export(trainer, loader, validation, log)
-    if clock.stop_signal:
-        number = int(clock.stop_signal)
-        log.line(f"stopped: signal {number} after step:{clock.step}; set RESUME=auto")
+    status = 128 + int(clock.stop_signal) if clock.stop_signal else 0
+    if status:
+        log.line(f"stopped: signal {status - 128} after step:{clock.step}; set RESUME=auto")
     else:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
     if ranks.world_size > 1:
         dist.barrier()  # gloo aborts in a rank whose peer has left
-        del trainer  # DDP keeps threads of gloo alive, which can abort Python's end
-        gc.collect()
-        dist.destroy_process_group()
-    return 128 + int(clock.stop_signal) if clock.stop_signal else 0
+    return status
 
-def main() -> None:
-    """Run the script with this process's arguments and environment."""
+def main() -> int:
+    """Run the script with this process's arguments and environment; return the exit status."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        return print_help()
+        print_help()
+        return 0
+    status = 1
     try:
         config, overrides = load_config(sys.argv[1:], dict(os.environ))
-        code = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
+        status = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
-        code = f"train_gpt.py: {str(error) or 'stopped'}"
+        print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except RuntimeError as error:
-        code = f"train_gpt.py: {error!s:.400}\nTry a lower MICRO_BATCH_TOKENS or MODEL_DIM"
+        text = f"{error!s:.400}\nTry a lower MICRO_BATCH_TOKENS or MODEL_DIM"
         if dist.is_initialized() and re.search("Connection (reset|closed|refused)", str(error)):
-            code = "train_gpt.py: another rank has ended; its message says why"
+            text = "another rank has ended; its message says why"
         elif not OUT_OF_MEMORY.search(str(error)):
             raise
-    if code and dist.is_initialized():  # after an error, threads of gloo may abort Python's end
-        print(code, file=sys.stderr, flush=True)
-        os._exit(1)
-    if code:
-        sys.exit(code)
+        print(f"train_gpt.py: {text}", file=sys.stderr, flush=True)
+    if dist.is_initialized():  # threads of gloo may abort Python's own end
+        os._exit(status)
+    return status
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -182,8 +182,9 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -
         config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
                                   vocab_size=tokenizer.vocab_size, train_seq_len=1)
         train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-        for path in train_gpt.find_shards(config, "train") if has_training else ():
-            train_gpt.check_ids(train_gpt.open_shard(path), tokenizer.vocab_size, path)
+        shards = train_gpt.open_split(config, "train") if has_training else {}
+        for path, tokens in shards.items():
+            train_gpt.check_ids(tokens, tokenizer.vocab_size, path)
     except (ImportError, ValueError) as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
 

@@ -106,7 +106,7 @@ def score(model: train_gpt.GPT, tokenizer: Tokenizer, texts: list[str]) -> float
             start = max(0, end - context)
             targets = tokens[start + 1:end + 1].clone()
             targets[:done - start] = -1  # scored already
-            nats += float(model.loss(model.hidden(tokens[None, start:end]), targets[None])) * (end - done)
+            nats += float(model(tokens[None, start:end], targets[None])) * (end - done)
     return nats / math.log(2) / sum(len(text.encode("utf-8")) for text in texts)
 
 

@@ -1,6 +1,8 @@
 """What the tests share: the scripts on the path, the trainer in this process and as a subprocess, and its batches."""
 
+import contextlib
 import gc
+import io
 import os
 import platform
 import signal
@@ -101,13 +103,18 @@ def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None,
 
 
 def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
-    """The same in this process, which saves the start; SystemExit carries the script's message."""
+    """The same in this process, which saves the start; SystemExit carries what it wrote to stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    errors = io.StringIO()
     try:
-        train_gpt.main()
+        with contextlib.redirect_stderr(errors):
+            status = train_gpt.main()
     finally:
         gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        print(errors.getvalue(), file=sys.stderr, end="")
+    if status:
+        raise SystemExit(errors.getvalue().strip() if status == 1 else status)

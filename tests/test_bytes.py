@@ -209,5 +209,5 @@ def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
 
 
 def test_an_unknown_tokenizer_names_what_would_work():
-    with pytest.raises(ValueError, match=r"TOKENIZER_PATH='gpt3' cannot be read: use a \*.model .*byte260 or gpt2"):
+    with pytest.raises(ValueError, match=r"TOKENIZER_PATH='gpt3' cannot be read: use a .model file, byte260 or gpt2"):
         train_gpt.load_byte_table(tiny_config(tokenizer_path="gpt3"))

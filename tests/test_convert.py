@@ -38,7 +38,7 @@ def load(out):
 
 
 def shard_tokens(config, split):
-    return np.concatenate([train_gpt.open_shard(path) for path in train_gpt.find_shards(config, split)])
+    return np.concatenate(list(train_gpt.open_split(config, split).values()))
 
 
 def byte_stream(texts, repeat=1):

@@ -44,14 +44,14 @@ def test_ids_beyond_the_vocabulary_are_found_in_the_validation_split(tmp_path):
 def test_missing_and_mixed_shards(tmp_path):
     config = tiny_config(data_path=str(tmp_path))
     with pytest.raises(ValueError, match="data/prepare.py sotu"):
-        train_gpt.find_shards(config, "train")
+        train_gpt.open_split(config, "train")
     for name in ("a_val_000000.bin", "a_val_bytes_000000.bin", "a_train_000001.bin", "a_train_000000.bin"):
-        write_shard(tmp_path / name, [1, 2])
-    assert [p.name for p in train_gpt.find_shards(config, "val")] == ["a_val_000000.bin"]
-    assert [p.name for p in train_gpt.find_shards(config, "train")] == ["a_train_000000.bin", "a_train_000001.bin"]
+        write_shard(tmp_path / name, [1, 2] * 40)
+    assert [p.name for p in train_gpt.open_split(config, "val")] == ["a_val_000000.bin"]
+    assert [p.name for p in train_gpt.open_split(config, "train")] == ["a_train_000000.bin", "a_train_000001.bin"]
     write_shard(tmp_path / "b_train_000000.bin", [1, 2])
     with pytest.raises(ValueError, match="mixes shards of a, b"):
-        train_gpt.find_shards(config, "train")
+        train_gpt.open_split(config, "train")
 
 
 def stream_config(tmp_path, lengths):
@@ -192,7 +192,7 @@ def test_large_ids_reach_the_device_as_they_are(tmp_path):
 
 def test_a_validation_split_shorter_than_a_row(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 32)
-    with pytest.raises(ValueError, match="32 validation tokens.*TRAIN_SEQ_LEN=32"):
+    with pytest.raises(ValueError, match="32 tokens in .*_val_.*TRAIN_SEQ_LEN=32"):
         train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
 
 

@@ -201,13 +201,12 @@ def test_flash_attention_computes_what_the_math_kernel_does(heads, length):
 def test_the_loss_is_the_cross_entropy_for_logits_as_large_as_the_cap(cap):
     model = train_gpt.GPT(tiny_config(logit_softcap=cap))
     torch.nn.init.normal_(model.tok_emb.weight, std=cap, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(2, 32, model.config.model_dim, generator=torch.Generator().manual_seed(1))
-    targets = torch.randint(0, model.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(2))
+    tokens, targets = torch.randint(0, 260, (2, 2, 32), generator=torch.Generator().manual_seed(2))
     targets[0, :5] = -1
-    logits = model.logits(x)
+    logits = model.logits(model.hidden(tokens))
     assert logits.max() > 0.99 * cap
     wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    torch.testing.assert_close(model.loss(x, targets), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(tokens, targets), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -253,7 +252,7 @@ def test_tiled_attention_is_for_compiled_models_with_short_rows(changes, wanted)
     ((9, 0), "cudnn"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
 def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch, "ones", lambda shape, device, **options: torch.full(shape, 1.0, **options))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: torch.full(shape, 1.0, **options))
     monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, kernel: q)
     assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == first
 
@@ -270,14 +269,13 @@ def test_a_device_on_which_no_kernel_runs_is_an_error(monkeypatch):
 @pytest.mark.parametrize("uncounted", [0, 1, 63])  # of 64 targets
 def test_the_loss_is_pytorchs_cross_entropy(uncounted):
     model = trained_like(tiny_config(vocab_pad=64))
-    x = torch.randn(2, 32, 32, requires_grad=True)
-    targets = torch.randint(0, 260, (64,))
-    targets[torch.randperm(64)[:uncounted]] = -1
-    wanted = F.cross_entropy(model.logits(x).flatten(0, 1), targets, ignore_index=-1)
-    loss = model.loss(x, targets.view(2, 32))
+    tokens, targets = torch.randint(0, 260, (2, 2, 32))
+    targets.view(-1)[torch.randperm(64)[:uncounted]] = -1
+    wanted = F.cross_entropy(model.logits(model.hidden(tokens)).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss = model(tokens, targets)
     assert loss.shape == () and loss.dtype == torch.float32
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
-    for found, right in zip(*(torch.autograd.grad(value, (x, model.tok_emb.weight)) for value in (loss, wanted))):
+    for found, right in zip(*(torch.autograd.grad(value, list(model.parameters())) for value in (loss, wanted))):
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 

@@ -30,8 +30,8 @@ def make(monkeypatch, out, *arguments):
 
 def documents(out, split, vocab="byte260"):
     """The documents of a split as text, decoded from its shards, in order."""
-    config = tiny_config(data_path=str(out), tokenizer_path=vocab)
-    tokens = [int(t) for path in train_gpt.find_shards(config, split) for t in train_gpt.open_shard(path)]
+    config = tiny_config(data_path=str(out), tokenizer_path=vocab, train_seq_len=1)
+    tokens = [int(t) for shard in train_gpt.open_split(config, split).values() for t in shard]
     texts, current = [], None
     for token in tokens + [1]:
         if token == 1:

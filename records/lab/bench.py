@@ -146,7 +146,7 @@ def phases_worker(skip: int, output: str) -> None:
         return result
 
     train_gpt.Trainer.train_step = train_step
-    train_gpt.main()
+    sys.exit(train_gpt.main())
 
 
 def git(*arguments: str) -> str:

@@ -65,7 +65,7 @@ def make_trainer(words: list[str], world_size: int = 1) -> tuple[train_gpt.Train
     config = train_gpt.resolve(config, ranks)
     loader, trainer = train_gpt.TokenLoader(config, ranks), train_gpt.Trainer(config, ranks)
     if config.compile == "1":
-        train_gpt.compile_model(trainer, loader, train_gpt.RunLog("", "", is_main=False), required=True)
+        train_gpt.compile_model(trainer.model, loader.batches(0)[0])
     if world_size > 1:  # the fake group has no result that DDP could wait for
         trainer.averaging.register_comm_hook(None, own_gradients)
     return trainer, loader

@@ -46,8 +46,7 @@ def make_shards(folder: Path) -> Path:
 
 def tiny_config(**changes) -> train_gpt.Config:
     """The tiny configuration with lower-case changes, resolved as on one CPU."""
-    known = {f.name.upper(): f for f in train_gpt.fields(train_gpt.Config)}
-    values = {known[n].name: train_gpt.parse_value(known[n], text) for n, text in TINY.items()}
+    values = {name.lower(): train_gpt.parse_value(name, text) for name, text in TINY.items()}
     values.update(grad_accum_steps=8, attn="math")
     return train_gpt.Config(**{**values, **changes})
 
