@@ -306,11 +306,11 @@ def start_ranks(config: Config) -> Ranks:
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes all memory from its heap
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
     if world_size > 1:
-        store, *_ = next(dist.rendezvous("env://", rank, world_size))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
-        store = dist.PrefixStore(attempt, store)
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, world_size))[0])
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, None, None, world_size, rank, store, device_id=gpu)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                                device_id=gpu)
     return Ranks(rank, world_size, device)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -401,7 +401,7 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
 
 class TokenLoader:
     """The training shards as one endless text. A step reads its next `pieces`, ranks in turn:
-    spans, as published, or single rows of TRAIN_SEQ_LEN tokens if shuffled."""
+    spans, as published, or single rows of TRAIN_SEQ_LEN if shuffled. Raises ValueError."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())  # ids: checked when read
@@ -438,14 +438,14 @@ class TokenLoader:
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step, from 0: inputs and targets (B, T), int64."""
-        first, length = step * self.pieces, self.config.train_seq_len
+        first = step * self.pieces
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         texts = np.stack([self.read(self.start(i), self.length + 1) for i in mine])
-        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, length)
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
         ids = torch.from_numpy(pairs.astype(np.int64))
         ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
         ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
-        rows = self.config.micro_batch_tokens // length
+        rows = self.config.micro_batch_tokens // self.config.train_seq_len
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
@@ -487,7 +487,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     return kind, table, np.array(boundary or [False] * len(lengths))
 
 class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json has others."""
+    """The validation text and its bytes. Raises ValueError if manifest.json counts others."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         shards = open_split(config, "val").items()
@@ -501,8 +501,8 @@ class Validation:
             splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
             val = splits.get("val", {})
             wanted = [val.get("tokens", found[0]), val.get("decoded_bytes", found[1])]
-            files = [file for split in splits.values() for file in split.get("shards", [])]
-            self.data_sha256 = {file["file"]: file.get("sha256") for file in files}
+            entries = [entry for split in splits.values() for entry in split.get("shards", [])]
+            self.data_sha256 = {entry["file"]: entry.get("sha256") for entry in entries}
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}; make the data again") from None
         require(found == wanted, f"{path} says {wanted} validation tokens and bytes, shards and "
@@ -546,10 +546,10 @@ class Validation:
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # so the gain's gradient costs little
+    return (x * (factors * gain)).to(x.dtype)  # few factors: the gain's gradient is cheap
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C), halves paired; cos (T, 1, C/2)."""
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) by halves; cos, sin (T, 1, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -665,7 +665,7 @@ class GPT(nn.Module):
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
         ones = torch.ones(self.half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP needs a use
+        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # for DDP
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -686,8 +686,8 @@ class GPT(nn.Module):
                 self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
-        rotary = torch.stack((angles.cos(), angles.sin()))
-        self.register_buffer("rotary", rotary, persistent=False)  # in kernels: 7 % of a step
+        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
+        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
         self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -733,9 +733,9 @@ def choose_attention(config: Config, device: torch.device) -> str:
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile == "1" and length <= 1024:
         kernels.insert(0, "tiled")  # takes much memory for longer rows
-    width, heads = config.model_dim // config.num_heads, (config.num_heads, config.num_kv_heads)
-    row = partial(torch.ones, device=device, dtype=getattr(torch, config.dtype))
-    q, k = (row(1, n, min(length, 2048), width, requires_grad=True) for n in heads)
+    width = config.model_dim // config.num_heads
+    row = partial(torch.ones, device=device, dtype=getattr(torch, config.dtype), requires_grad=True)
+    q, k = (row(1, n, min(length, 2048), width) for n in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
@@ -807,7 +807,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101) for all."""
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Raises ValueError."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -1067,12 +1067,12 @@ class Trainer:
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
         rank's mean loss in nats and the norm of all gradients: float32, 0-d. Collective."""
-        config, step = self.config, self.clock.step
-        factor = rate_factor(config, step, self.clock.time_ms)
+        config = self.config
+        factor = rate_factor(config, self.clock.step, self.clock.time_ms)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
-                group["momentum"] = muon_momentum(config, step)  # Adam ignores it
+                group["momentum"] = muon_momentum(config, self.clock.step)  # Adam ignores it
         losses = torch.zeros((), device=self.ranks.device)
         for i, (x, y) in enumerate(batches, 1):
             self.averaging.require_backward_grad_sync = i == len(batches)  # once a step
@@ -1117,7 +1117,7 @@ def list_checkpoints(config: Config) -> list[Path]:
 def find_checkpoint(config: Config) -> dict | None:
     """The checkpoint RESUME; "auto": the newest readable one, or None. Raises ValueError."""
     auto = config.resume == "auto"
-    for path in list_checkpoints(config) if auto else filter(None, [config.resume]):
+    for path in list_checkpoints(config) if auto else [config.resume]:
         try:
             state = read_archive(Path(path).read_bytes())
             require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, "
@@ -1231,7 +1231,7 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
         step = clock.step = clock.step + 1
         mean_ms = clock.time_ms / max(step - 1, 1)
         clock.time_ms += mean_ms
-        batches = loader.batches(step) if step < config.iterations else []  # meanwhile
+        batches = loader.batches(step) if step < config.iterations else []  # as the device works
         # Now and then the ranks agree on time, signals and faults: often near the cap.
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
@@ -1294,16 +1294,16 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
-    config, step = trainer.config, trainer.clock.step
+    config = trainer.config
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
         took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
-        log.event("windows", f"windows {show(score)} {took}", step=step, **score)
+        log.event("windows", f"windows {show(score)} {took}", step=trainer.clock.step, **score)
     score = validation.score(trainer.model)
     took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
     exact = f"final_int8_zlib_roundtrip_exact {show(score)}{validation.label}"
-    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n{exact}", step=step,
-              **score)
+    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n{exact}",
+              step=trainer.clock.step, **score)
     if not math.isfinite(score["val_loss"]):
         raise FloatingPointError("the final score is not finite; lower the rates")
 
@@ -1329,7 +1329,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
     limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
-    if device == "cuda":  # the share of the memory is by peaks on an H100
+    if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -1390,7 +1390,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
     """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    checkpoint = find_checkpoint(config)
+    checkpoint = find_checkpoint(config) if config.resume else None
     if checkpoint and not config.run_id:
         config = replace(config, run_id=checkpoint["run_id"])
     config = resolve(config, ranks)

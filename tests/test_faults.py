@@ -207,6 +207,8 @@ def test_a_resumed_run_can_be_made_longer(checkpointed, tmp_path, monkeypatch, d
     path = checkpoints(checkpointed)[0]
     log = tiny_run(monkeypatch, tmp_path / "longer", data, RESUME=path, ITERATIONS=12)
     assert [e["step"] for e in log if e["event"] == "train"] == list(range(4, 13))
+    with pytest.raises(SystemExit, match="step 3 after .* ms is not in this run"):
+        tiny_run(monkeypatch, tmp_path / "shorter", data, RESUME=path, ITERATIONS=2)
 
 
 # ---- The end of a run -----------------------------------------------------------------------------
@@ -292,6 +294,7 @@ def test_a_hostile_checkpoint_is_refused(checkpointed, tmp_path, monkeypatch, da
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
     refused({"format": 1}, "it has format 1, not 3: resume it with the script that wrote it")
+    refused({"time_ms": float("nan")}, "step 3 after nan ms is not in this run")
     refused({"config": {**state["config"], "seed": torch.zeros(3)}}, "does not fit this run")
     refused({"model": {**state["model"], name: torch.zeros(3)}}, f"size mismatch for {name}|{name}.*expected torch.Tensor")
     refused({"model": {**state["model"], name: "text"}}, f"size mismatch for {name}|{name}.*expected torch.Tensor")

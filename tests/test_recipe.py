@@ -32,7 +32,7 @@ def test_a_row_does_not_depend_on_its_batch_and_probabilities_sum_to_one(changes
     assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(nats.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("length, stride", [(32, 32), (32, 8), (64, 24), (48, 1), (5000, 7)])
+@pytest.mark.parametrize("length, stride", [(32, 32), (32, 8), (64, 24), (48, 1), (5000, 7), (32, 50)])
 def test_windows_score_every_token_once_with_the_longest_context(tmp_path, length, stride):
     config = tiny_config(grad_accum_steps=1, micro_batch_tokens=160, val_batch_size=8192, eval_seq_len=length,
                          data_path=str(tmp_path))
@@ -43,7 +43,7 @@ def test_windows_score_every_token_once_with_the_longest_context(tmp_path, lengt
     write_shard(tmp_path / "tiny_val_000000.bin", tokens)
     length_used, total, scored, stop = min(length, 224), 0.0, 0, 0
     while scored < 224:  # one window after another
-        stop = min(stop + stride, 224) if stop else length_used
+        stop = min(stop + min(stride, length_used), 224) if stop else length_used
         window = tokens[stop - length_used:stop + 1]
         logits = model.logits(model.hidden(window[None, :-1]))[0]
         new = stop - scored
