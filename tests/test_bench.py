@@ -41,20 +41,22 @@ def test_quantities_are_computed_from_console_and_events():
         bench.quantities(lines, events[:-1], skip=1)
 
 
-def test_a_table_has_medians_and_ranges():
-    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 1.5}]),
-             ("new", [{"export_s": 1.2}])]
+def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
+    sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 2.0}]),
+             ("new", [{"export_s": 1.5}, {"export_s": 0.9}, {"export_s": 1.6}])]
     assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
-| cpu-small | old | new | ratio |
+| cpu-small | old | new | ratio of each round |
 |---|---|---|---|
-| export, s | 1.50 (1.00 to 3.00) | 1.20 | 0.800 |
+| export, s | 2.00 (1.00 to 3.00) | 1.50 (0.90 to 1.60) | 0.800 (0.500 to 0.900) |
 | first start to first step, s | 9.0 |  |  |
 """
     assert bench.median_table("cpu-small", sides[1:], bench.ROWS) == """\
 | cpu-small | new |
 |---|---|
-| export, s | 1.20 |
+| export, s | 1.50 (0.90 to 1.60) |
 """
+    many = [("old", [{"export_s": 1.0}] * 9), ("new", [{"export_s": seconds} for seconds in range(1, 10)])]
+    assert "| 5.000 (2.000 to 8.000) |" in bench.median_table("cpu-small", many, bench.ROWS)
 
 
 def test_older_commits_get_the_variables_that_they_have(tmp_path, capsys):
@@ -101,7 +103,7 @@ def test_two_commits_are_compared_and_phases_are_timed():
     table, phases = re.findall(r"(?:^\|.*\n)+", done.stdout, re.M)
     heading, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert heading[0] == "cpu-small" and heading[2].startswith(heading[1])  # a commit, and maybe changes
-    assert heading[3] == "ratio"
+    assert heading[3] == "ratio of each round"
     numbers = {title: [float(text.replace(",", "")) for text in cells] for title, *cells in rows}
     limits = {"training, tokens/s": (100, 1e7), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
               "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000),

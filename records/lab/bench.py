@@ -175,17 +175,19 @@ def cell(values: list[float], digits: int) -> str:
 
 def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
     """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For
-    two commits, the last column is the median of the second divided by that of the first."""
+    two commits, the last column is the second divided by the first, round by round: the median and the range.
+    From nine rounds on, the range leaves out the lowest and the highest: it holds the true median with 96 % or
+    more."""
     lines = []
     for key, (title, digits) in rows.items():
         values = [[found[key] for found in measured if key in found] for _, measured in sides]
         cells = [cell(of_side, digits) for of_side in values]
-        medians = [statistics.median(of_side) for of_side in values if of_side]
         if len(sides) == 2:
-            cells.append(f"{medians[1] / medians[0]:.3f}" if len(medians) == 2 else "")
+            ratios = sorted(after / before for before, after in zip(*values, strict=False))
+            cells.append(cell(ratios[1:-1] if len(ratios) >= 9 else ratios, 3))
         if any(cells):
             lines.append([title, *cells])
-    columns = [name, *(side for side, _ in sides), *["ratio"] * (len(sides) == 2)]
+    columns = [name, *(side for side, _ in sides), *["ratio of each round"] * (len(sides) == 2)]
     return "\n".join(table(f"| {' | '.join(columns)} |", lines)) + "\n"
 
 
