@@ -542,7 +542,7 @@ class Validation:
                 "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Model ------------------------------------------------------------------------------
-# Each module is its equation for whole rows. Weights are float32, cast to x's type when used.
+# Each module is its equation for whole rows. Weights, mostly float32, are cast to x's type.
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
@@ -657,15 +657,15 @@ class GPT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # load: "auto"
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto": float32
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)  # first: seeds rely on the order
+        self.tok_emb = nn.Embedding(rows, config.model_dim)  # as published: first to use the seed
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         self.half = config.num_layers // 2
         ones = torch.ones(self.half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # for DDP
+        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP refuses unused
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -1058,11 +1058,11 @@ class Trainer:
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.averaging = self.model  # with DDP, backward averages the gradients of all ranks
+        self.ddp = self.model  # with several ranks: backward averages their gradients
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
             self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
-            self.averaging = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
@@ -1075,14 +1075,14 @@ class Trainer:
                 group["momentum"] = muon_momentum(config, self.clock.step)  # Adam ignores it
         losses = torch.zeros((), device=self.ranks.device)
         for i, (x, y) in enumerate(batches, 1):
-            self.averaging.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.averaging(x, y) * (1 / len(batches))
+            self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
+            loss = self.ddp(x, y) * (1 / len(batches))
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).nan_to_num(math.inf, math.inf)  # an overflow
+        norm = nn.utils.get_total_norm(grads).nan_to_num(nan=math.inf, posinf=math.inf)
         if config.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
         for optimizer in self.optimizers:
@@ -1214,9 +1214,9 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
 def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    first_step, logged, batches = clock.step, (clock.step, clock.time_ms), []
+    first_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
-        # A checkpoint comes first, since what follows can take long.
+        # A checkpoint comes first: validation and export can take long.
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
@@ -1232,19 +1232,19 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
         mean_ms = clock.time_ms / max(step - 1, 1)
         clock.time_ms += mean_ms
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
-        # Now and then the ranks agree on time, signals and faults: often near the cap.
+        # Now and then, and near the cap at each step, the ranks agree on time, signals and faults.
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
                 or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms
                 or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
-            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # overflows
-            if clock.agree(not (loss if skips else loss + norm).isfinite()):
+            may_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+            if clock.agree(not (loss if may_overflow else loss + norm).isfinite()):
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
         if is_logged or clock.time_ms >= clock.cap_ms:
-            log_step(trainer, loader, log, loss, norm, logged)
-            logged = (step, clock.time_ms)
+            log_step(trainer, loader, log, loss, norm, last_line)
+            last_line = (step, clock.time_ms)
 
 def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
            log: RunLog) -> None:
@@ -1394,12 +1394,12 @@ def run(config: Config, overrides: dict, source: str) -> int:
     if checkpoint and not config.run_id:
         config = replace(config, run_id=checkpoint["run_id"])
     config = resolve(config, ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     facts = {name: getattr(config, f.name) for name, f in FIELDS.items()
-             if f.type is not str or f.metadata["kind"] != "free"}  # else: paths and kernels
+             if f.metadata["kind"] != "free" or f.type is not str}  # paths, kernels may differ
     facts |= {"the validation text": sha256(validation.tokens).digest(),
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
@@ -1427,7 +1427,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
     warm_up(trainer, loader, log)
     train(trainer, loader, validation, log)
     if exports and not clock.stop_signal:
-        export(trainer, loader, validation, log)
+        export(trainer, loader, validation, log)  # a signal that comes now waits for its files
     status = 128 + int(clock.stop_signal) if clock.stop_signal else 0
     if status:
         log.line(f"stopped: signal {status - 128} after step:{clock.step}; set RESUME=auto")

@@ -67,7 +67,7 @@ def make_trainer(words: list[str], world_size: int = 1) -> tuple[train_gpt.Train
     if config.compile == "1":
         train_gpt.compile_model(trainer.model, loader.batches(0)[0])
     if world_size > 1:  # the fake group has no result that DDP could wait for
-        trainer.averaging.register_comm_hook(None, own_gradients)
+        trainer.ddp.register_comm_hook(None, own_gradients)
     return trainer, loader
 
 
