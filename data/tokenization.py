@@ -1,8 +1,10 @@
 """The tokenizers: text to ids and back, and the bytes of each id."""
 
 import json
+import re
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ FIRST_BYTE = 4  # of every vocabulary made here: four special tokens, then the 2
 FIRST_CHAR = FIRST_BYTE + 256
 BYTE_TOKENS = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
+BLOCK = 1 << 20  # ids that are decoded at a time, to count bytes
 
 
 class Tokenizer:
@@ -45,14 +48,23 @@ class Tokenizer:
         """Return the UTF-8 text of a document's ids."""
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
-    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
-        """Return the number of bytes of a decoded document, without those that stand for unknown tokens."""
-        return len(decoded)
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Return the number of bytes that a document's ids decode to, without those that stand for unknown tokens."""
+        return sum(len(self.decode(ids[start:start + BLOCK])) for start in range(0, len(ids), BLOCK))
 
 
 def byte_ids(text: str) -> np.ndarray:
     """Return the ids of a text's UTF-8 bytes, uint16 (N,)."""
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE
+
+
+def import_sentencepiece():
+    """Import sentencepiece. Raises ValueError if it cannot return NumPy arrays yet, and ImportError."""
+    import sentencepiece
+    found = version("sentencepiece")
+    if [int(part) for part in re.findall(r"\d+", found)[:3]] < [0, 2, 2]:
+        raise ValueError(f"sentencepiece 0.2.2 or newer is needed, not {found}: pip install -U sentencepiece")
+    return sentencepiece
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -84,9 +96,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: np.ndarray) -> bytes:
         return self.model.decode(ids.tolist()).encode("utf-8")
 
-    def count_bytes(self, ids: np.ndarray, decoded: bytes) -> int:
+    def count_bytes(self, ids: np.ndarray) -> int:
         unknown = int(np.count_nonzero(ids == self.unknown))
-        return len(decoded) - unknown * len(self.unknown_text)
+        return len(self.decode(ids)) - unknown * len(self.unknown_text)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -122,6 +134,8 @@ class TableTokenizer(Tokenizer):
 
     def __init__(self, path: str):
         table = json.loads(Path(path).read_text(encoding="utf-8"))
+        if "model" in table:
+            raise ValueError("it is a tokenizer.json of Hugging Face, which is not read here")
         self.bos = table["bos"]
         self.token_bytes = [token.encode("latin-1") for token in table["tokens"]]
         is_char = table["kind"] == "char" and self.token_bytes[:FIRST_CHAR] == BYTE_TOKENS
@@ -153,18 +167,19 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
     is_file = spec.endswith((".model", ".json"))
     try:
         if spec.endswith(".model"):
-            import sentencepiece
-            tokenizer = SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=spec))
+            tokenizer = SentencePieceTokenizer(import_sentencepiece().SentencePieceProcessor(model_file=spec))
         elif spec.endswith(".json"):
             tokenizer = TableTokenizer(spec)
         elif spec == "byte260":
             tokenizer = ByteTokenizer()
         else:
             import tiktoken
+            if spec not in tiktoken.list_encoding_names():
+                raise ValueError("there is no such name")
             tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
-        raise ValueError(f"tokenizer {spec!r} cannot be used: {error!r}; it must be a SentencePiece "
-                         f".model, a vocabulary .json, byte260, or gpt2") from None
+        raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json "
+                         "made here, byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens, but shards store uint16: "
                          f"use one with at most {MAX_VOCAB_SIZE}")

@@ -189,3 +189,28 @@ def test_what_is_stopped_or_misnamed_leaves_nothing_behind(tmp_path, monkeypatch
     finally:
         signal.signal(signal.SIGTERM, before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x_train_0.bin", "x_val_0.bin"]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_ids_without_a_header_are_as_wide_as_they_are(tmp_path, monkeypatch, dtype, is_told):
+    """uint32 read as uint16 has a 0 after each id: "!" in GPT-2's vocabulary, without an error."""
+    for split, texts in (("train", TEXTS * 9), ("val", TEXTS)):
+        (tmp_path / f"{split}.bin").write_bytes(np.array(byte_stream(texts), dtype=dtype).tobytes())
+    out = tmp_path / "set"
+    convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", "byte260", "--headerless",
+               *(["--dtype", dtype] if is_told else []))
+    _, validation = load(out)
+    assert validation.tokens.tolist() == byte_stream(TEXTS)
+    assert shard_tokens(validation.config, "train").tolist() == byte_stream(TEXTS * 9)
+
+
+def test_what_cannot_be_ids_is_explained(tmp_path, monkeypatch):
+    (tmp_path / "val.bin").write_bytes(np.array([20240801, 7, 10, *[0] * 300], dtype="<i4").tobytes())
+    for arguments, message in (((), "llm.c's ids of Llama 3.*does not fit into shards of uint16"),
+                               (("--headerless", "--dtype", "int64"), "1212 bytes, which cannot be int64 ids; use --dtype")):
+        with pytest.raises(SystemExit, match=message):
+            convert_to(monkeypatch, tmp_path / "set", tmp_path / "val.bin", "--tokenizer", "byte260", *arguments)
+    (tmp_path / "val.bin").write_bytes(np.array([5, 6, 7], dtype="<u2").tobytes())
+    with pytest.raises(SystemExit, match="is not a token shard.*; ids without a header, as nanoGPT's, need --headerless"):
+        convert_to(monkeypatch, tmp_path / "set", tmp_path / "val.bin", "--tokenizer", "byte260")

