@@ -1,15 +1,16 @@
 """Compare runs of train_gpt.py, or of published trainers with the same log lines, in a table and a picture.
 
-    python logs/plot.py logs/first.jsonl                               print a table, write logs/first.png
-    python logs/plot.py first second third --out compared.png          RUN_IDs in logs/
-    python logs/plot.py records/*/*/train_seed*.log --table            only print the table
+    python logs/plot.py first                                  a RUN_ID in logs/: print a table, write logs/first.png
+    python logs/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
+    python logs/plot.py records/*/*/train_seed*.log --table    only print the table
 
 A run is a RUN_ID, a .jsonl log or a text log. Runs that differ only in SEED become one line, their mean, in a
-band from the smallest to the largest. A resumed run starts with the steps in its older logs.
+band from the smallest to the largest. A resumed run starts with the steps in its older logs. Thin lines are the training
+loss of single steps, the thick ones over them their moving mean, dots validations, and stars the scores of the artifacts.
+Losses per token are only compared between runs of one vocabulary and one text.
 """
 
 import argparse
-import io
 import json
 import math
 import re
@@ -29,7 +30,9 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B20
                "Tesla T4": 65}
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink",
            "tab:olive", "tab:cyan", "black")
-ACROSS = (("step", "steps"), ("tokens", "tokens (millions)"), ("seconds", "training clock (s)"))
+ACROSS = {"step": "steps", "tokens": "tokens (millions)", "seconds": "training clock (s)"}
+ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs that share these can compare losses
+MAX_LABEL = 60  # characters
 
 
 @dataclass
@@ -106,16 +109,20 @@ def mfu_of(start: dict, rate: float) -> float | None:
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
-    """Return the runs by label. Runs that differ only in settings of SAME_LINE share a label, and so do runs
-    of one name whose logs have no settings."""
+    """Return the runs by label. Runs that differ only in settings of SAME_LINE share a label, and so do runs of one name
+    whose logs have no settings. A label says in which settings its runs differ from the others."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         settings = {name: value for name, value in run.settings.items() if name not in SAME_LINE}
         key = json.dumps(settings or run.name, sort_keys=True)
         by_key.setdefault(key, []).append(run)
+    firsts = [members[0] for members in by_key.values()]
+    different = {name: row for name, row in differences(firsts).items() if name not in SAME_LINE}
     groups = {}
-    for members in by_key.values():
-        label = members[0].name
+    for number, members in enumerate(by_key.values()):
+        label = " ".join(f"{name}={row[number]}" for name, row in different.items() if row[number])
+        if not label or len(label) > MAX_LABEL or not all(run.settings for run in firsts):
+            label = members[0].name
         if len(members) > 1:
             label += f", {len(members)} runs"
         if label in groups:
@@ -208,74 +215,94 @@ def band(members: list[Run], part: str, x: str, y: str) -> tuple[np.ndarray, np.
     return grid, np.stack([np.interp(grid, across, values) for across, values in curves])
 
 
-def draw_panel(axes, groups: dict[str, list[Run]], x: str, curves: list[tuple[str, str]]) -> None:
-    """Draw the curves, pairs of part and y, of all groups against `x`. The first losses and bits per byte may
-    leave the panel: they would flatten the rest."""
-    late = []
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Return the moving mean of values (N,), over a twentieth of them."""
+    width = max(1, len(values) // 20)
+    sums = np.cumsum(np.concatenate(([0.0], values)))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def draw_panel(axes, groups: dict[str, list[Run]], x: str, y: str) -> None:
+    """Draw a quantity, "loss" or "val_bpb", of all groups against `x`. The first values may leave the panel: they would
+    flatten the rest."""
+    shown = []
     for colour, (label, members) in zip(cycle(COLOURS), groups.items()):
-        for part, y in curves:
+        for part in ("train", "val") if y == "loss" else ("val",):
             across, values = band(members, part, x, y)
             if len(across) == 0:
                 continue
-            style = {"linewidth": 0.9, "alpha": 0.7}
-            if part == "val":
-                style = {"linewidth": 1.8, "marker": "o", "markersize": 4}
-            axes.plot(across, values.mean(axis=0), color=colour, label=label, **style)
+            mean = values.mean(axis=0)
+            if part == "train":
+                axes.plot(across, mean, color=colour, linewidth=0.6, alpha=0.35)
+                axes.plot(across, smooth(mean), color=colour, linewidth=1.6, label=label)
+            else:
+                axes.plot(across, mean, color=colour, linewidth=1.2, marker="o", markersize=4, label=label)
             if len(members) > 1:
-                axes.fill_between(across, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2,
-                                  linewidth=0)
-            is_late = (across > 0.04 * across.max()) | (len(across) < 3)
-            late.append(values[:, is_late].ravel())
+                axes.fill_between(across, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0)
+            shown.append(values[:, (across > 0.04 * across.max()) | (len(across) < 3)].ravel())
+        for run in members:
+            score, (ends, _) = run.final.get("val_loss" if y == "loss" else y), curve(run, "val", x, y)
+            if score is not None and len(ends):
+                axes.plot(ends[-1], score, "*", color=colour, markersize=9, markeredgecolor="black", markeredgewidth=0.5)
+                shown.append(np.array([score]))
     axes.grid(alpha=0.3)
-    if not late:
-        axes.text(0.5, 0.5, "not in the logs", color="grey", ha="center", va="center",
-                  transform=axes.transAxes)
-    elif curves[0][1] in ("loss", "val_bpb"):
-        shown = np.concatenate(late)
-        low = shown.min()
-        high = np.quantile(shown, 0.98)
-        if high > low:
-            axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+    axes.set(xlabel=ACROSS[x], ylabel="loss (nats per token)" if y == "loss" else "bits per byte of the validation text")
+    if not shown:
+        axes.text(0.5, 0.5, "not in the logs", color="grey", ha="center", va="center", transform=axes.transAxes)
+        return
+    low, high = np.concatenate(shown).min(), np.quantile(np.concatenate(shown), 0.98)
+    if high > low:
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
 
 
-def draw(groups: dict[str, list[Run]]) -> bytes:
-    """Return a PNG of 1,800 x 1,350 pixels. Raises ValueError if matplotlib is not installed."""
+def panels_of(groups: dict[str, list[Run]]) -> list[tuple[str, str]]:
+    """Return x and y of each panel: one for a single line; else steps, or tokens if the steps differ in size, and time."""
+    if len(groups) == 1:
+        return [("step", "loss")]
+    runs = [run for members in groups.values() for run in members]
+    x = "step" if len({run.tokens_per_step() for run in runs}) == 1 else "tokens"
+    is_one_text = len({tuple(str(run.settings.get(name)) for name in ONE_TEXT) for run in runs}) == 1
+    return [(across, y) for y in (["loss"] if is_one_text else []) + ["val_bpb"] for across in (x, "seconds")]
+
+
+def draw(groups: dict[str, list[Run]], out: Path) -> None:
+    """Write a picture in the format of the file's ending. Raises ValueError if matplotlib is missing or has no such format."""
     try:
         from matplotlib import figure
-        from PIL import Image  # matplotlib needs it, too
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install matplotlib, or use --table") from None
-    picture = figure.Figure(figsize=(14.4, 10.8), dpi=125, layout="constrained")
-    picture.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    panels = picture.subplots(3, 3)
-    for axes, (x, xlabel) in zip(panels[0], ACROSS):
-        draw_panel(axes, groups, x, [("train", "loss"), ("val", "loss")])
-        axes.set(xlabel=xlabel, ylabel="loss (nats per token)")
-    for axes, (x, xlabel) in zip(panels[1], ACROSS):
-        draw_panel(axes, groups, x, [("val", "val_bpb")])
-        axes.set(xlabel=xlabel, ylabel="val_bpb (bits per byte)")
-    third = (("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tok_per_sec", "tokens per second"))
-    for axes, (y, ylabel) in zip(panels[2], third):
-        draw_panel(axes, groups, "step", [("train", y)])
-        axes.set(xlabel="steps", ylabel=ylabel)
-    panels[0][0].set_title("Loss (thin: training; dots: validation)", fontsize=10)
-    panels[1][0].set_title("Bits per byte of the validation text", fontsize=10)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    by_label = dict(zip(labels, handles))  # of a group's two lines, the later one, of the validations
-    columns = 170 // (max(map(len, groups)) + 8)  # the picture is about 180 characters wide
-    picture.legend(by_label.values(), by_label.keys(), loc="outside upper center",
-                   ncols=min(max(columns, 1), 4))
-    drawn, small = io.BytesIO(), io.BytesIO()
-    picture.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(128).save(small, format="png", optimize=True)  # a third of the bytes
-    return small.getvalue()
+    panels = panels_of(groups)
+    rows, columns = (1, 1) if len(panels) == 1 else (len(panels) // 2, 2)
+    picture = figure.Figure(figsize=(7.2 * columns, 4.5 * rows + 0.5), dpi=125, layout="constrained")
+    for axes, (x, y) in zip(picture.subplots(rows, columns, squeeze=False).flat, panels):
+        draw_panel(axes, groups, x, y)
+    axes = picture.axes[0]
+    handles, labels = axes.get_legend_handles_labels()
+    if len(groups) == 1:
+        axes.set_title(*groups, fontsize=10)
+        axes.legend(handles, ["training", "validation"], loc="upper right")
+    else:
+        by_label = dict(zip(labels, handles))
+        picture.legend(by_label.values(), by_label.keys(), loc="outside upper center",
+                       ncols=max(1, 80 * columns // (max(map(len, groups)) + 8)))
+    picture.savefig(out)
+
+
+def default_name(runs: list[Run]) -> Path:
+    """Return the path of a picture of these runs, with their names, beside the first log."""
+    names = "+".join(dict.fromkeys(run.path.stem for run in runs))
+    if len(names) > 100:
+        names = f"{runs[0].path.stem}+{len(runs) - 1}_more"
+    return runs[0].path.with_name(f"{names}.png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="RUN_ID in logs/, .jsonl log or text log")
-    parser.add_argument("--out", type=Path, help="file for the picture (default: .png beside the first log)")
+    parser.add_argument("--out", type=Path, help="file for the picture (default: NAMES.png beside the first log)")
     parser.add_argument("--table", action="store_true", help="only print the table")
     options = parser.parse_args()
     try:
@@ -283,8 +310,8 @@ def main() -> None:
         print(markdown(table_of(runs)))
         if options.table:
             return
-        out = options.out or runs[0].path.with_suffix(".png")
-        out.write_bytes(draw(groups_of(runs)))
+        out = options.out or default_name(runs)
+        draw(groups_of(runs), out)
         print(f"\n{out}")
     except (ValueError, OSError) as error:
         sys.exit(f"plot.py: {error}")

@@ -50,7 +50,7 @@ def write_record(folder: Path, authored: dict) -> None:
     if authored["base"]:
         paths += sorted((folder.parent.parent / authored["base"]).glob("train_seed*.jsonl"))
     runs = [plot.read_run(str(path)) for path in paths if path.stem.count(".") == 0]
-    (folder / "curve.png").write_bytes(plot.draw(plot.groups_of(runs)))
+    plot.draw(plot.groups_of(runs), folder / "curve.png")
 
 
 def copy_run(folder: Path, run_id: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 
 import plot
 import pytest
@@ -118,8 +117,9 @@ def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
                write_events(tmp_path / "e.jsonl", 1, data="other/set")]
     groups = plot.groups_of([plot.read_run(str(path)) for path in written])
     names = {label: [run.name for run in members] for label, members in groups.items()}
-    assert names == {"a, 3 runs": ["a", "b", "c"], "d": ["d"], "e": ["e"]}
-    at, values = plot.band(groups["a, 3 runs"], "train", "tokens", "loss")
+    first = "DATA_PATH=a/set MATRIX_LR=0.02, 3 runs"
+    assert names == {first: ["a", "b", "c"], "DATA_PATH=a/set MATRIX_LR=0.04": ["d"], "DATA_PATH=other/set MATRIX_LR=0.02": ["e"]}
+    at, values = plot.band(groups[first], "train", "tokens", "loss")
     assert at.tolist() == pytest.approx([0.001, 0.002, 0.003, 0.004]) and values.shape == (3, 4)
     assert values.mean(axis=0).tolist() == [4.5, 3.5, 2.5, 1.5]
 
@@ -161,13 +161,35 @@ def run_plot(monkeypatch, *arguments):
     plot.main()
 
 
-def test_picture(tmp_path, monkeypatch, capsys):
+def test_pictures_have_the_names_of_all_runs_and_the_format_of_their_ending(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    first = write_events(tmp_path / "first.jsonl")
-    run_plot(monkeypatch, first, write_events(tmp_path / "second.jsonl", lr=1), seed_log(tmp_path / "train_seed1.log", 1))
-    png = (tmp_path / "first.png").read_bytes()
-    assert struct.unpack(">II", png[16:24]) == (1800, 1350)
-    assert str(tmp_path / "first.png") in capsys.readouterr().out
+    first, second = write_events(tmp_path / "first.jsonl"), write_events(tmp_path / "second.jsonl", lr=1)
+    run_plot(monkeypatch, first)
+    run_plot(monkeypatch, first, second, seed_log(tmp_path / "train_seed1.log", 1))
+    assert (tmp_path / "first.png").exists() and (tmp_path / "first+second+train_seed1.png").read_bytes()[1:4] == b"PNG"
+    assert str(tmp_path / "first+second+train_seed1.png") in capsys.readouterr().out
+    for ending, start in (("pdf", b"%PDF-"), ("svg", b"<?xml")):
+        run_plot(monkeypatch, first, second, "--out", tmp_path / f"both.{ending}")
+        assert (tmp_path / f"both.{ending}").read_bytes().startswith(start)
+    with pytest.raises(SystemExit, match="plot.py: Format 'gpj' is not supported"):
+        run_plot(monkeypatch, first, "--out", tmp_path / "both.gpj")
+    many = [write_events(tmp_path / f"a_long_name_{number:02d}.jsonl", lr=number) for number in range(12)]
+    run_plot(monkeypatch, *many)
+    assert (tmp_path / "a_long_name_00+11_more.png").exists()
+
+
+@pytest.mark.parametrize("changes, panels", [
+    ([{}], [("step", "loss")]), ([{}, {"seed": 2}], [("step", "loss")]),
+    ([{}, {"lr": 1}], [("step", "loss"), ("seconds", "loss"), ("step", "val_bpb"), ("seconds", "val_bpb")]),
+    ([{}, {"data": "other"}], [("step", "val_bpb"), ("seconds", "val_bpb")])])
+def test_one_line_has_one_panel_and_losses_of_other_texts_are_not_compared(tmp_path, changes, panels):
+    runs = [plot.read_run(str(write_events(tmp_path / f"{i}.jsonl", **more))) for i, more in enumerate(changes)]
+    assert plot.panels_of(plot.groups_of(runs)) == panels
+
+
+def test_the_moving_mean_is_over_a_twentieth_of_the_values():
+    values = plot.np.arange(100.0)
+    assert plot.smooth(values)[[0, 4, 99]].tolist() == [0.0, 2.0, 97.0] and plot.smooth(values[:3]).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("content, wanted", [
