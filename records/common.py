@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "logs"))
+sys.path.insert(0, str(ROOT / "logs"))
 
 from events import read_events  # noqa: E402
 

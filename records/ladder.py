@@ -27,7 +27,7 @@ from common import ABSOLUTE_PATH, ROOT, count_cores, gpu_names, hardware, launch
 from events import read_events
 from plot import mfu_of
 
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 import train_gpt  # noqa: E402
 
@@ -132,7 +132,8 @@ def check_rungs(folder: Path) -> list[str]:
         if name in skipped:
             continue
         events = read_events(folder / f"rung{number:02d}.jsonl")
-        given = {key: text for key, (text, _) in events[0]["overrides"].items() if key not in ("RUN_ID", "OUT_DIR")}
+        given = {key: text for key, (text, origin) in events[0]["overrides"].items()
+                 if origin != "manifest" and key not in ("RUN_ID", "OUT_DIR")}
         if given != settings or events[0]["world_size"] != ranks:
             found.append(f"rung{number:02d}.jsonl was not run with the settings of {name!r}")
         clock = [event["train_time_ms"] for event in events if event["event"] == "train"]

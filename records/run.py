@@ -27,7 +27,7 @@ from source_rules import check_script
 from submit import add_arguments, folder_of, submit
 from verify import report
 
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 import train_gpt  # noqa: E402
 
@@ -47,10 +47,17 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
 
 def plan_settings(options) -> dict[str, str]:
     """Return the settings of the runs by name: the base's, the environment's where the base sets them, those of the
-    command, and the track's DEVICE. Raises ValueError and OSError."""
+    command, and the track's DEVICE. Sets the division to the base's if none is given. Raises ValueError and OSError."""
     settings = {}
+    tracks = sorted(path.parent.name for path in (ROOT / "records").glob("track_*/track.json"))
+    if options.track not in tracks:
+        raise ValueError(f"--track {options.track!r} must be one of {', '.join(tracks)}")
     if options.base:
+        bases = [f"{options.track}/{path.parent.name}" for path in (ROOT / "records" / options.track).glob("*/submission.json")]
+        if options.base not in bases:
+            raise ValueError(f"--base {options.base!r} must be one of {', '.join(sorted(bases))}")
         submission = load_json(ROOT / "records" / options.base / "submission.json")
+        options.division = options.division or submission["division"]
         settings = {name: os.environ.get(name, str(value)) for name, value in submission["settings"].items()}
     settings |= pairs_of(options.settings)
     allowed = load_track(folder_of(options, time.gmtime())).get("settings", {})

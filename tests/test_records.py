@@ -67,7 +67,7 @@ def root(tmp_path_factory):
         with pytest.raises(SystemExit) as end:
             record_run.main()
         assert end.value.code == 0
-        patch.setattr(submit.plot, "draw", lambda groups: b"one picture is enough")
+        patch.setattr(submit.plot, "draw", lambda groups, out: out.write_bytes(b""))
     yield root
     patch.undo()
 
@@ -725,7 +725,7 @@ def test_a_refused_record_is_no_base(records):
 
 def test_a_run_gets_the_device_of_its_track(root, records, monkeypatch):
     monkeypatch.delenv("DEVICE", raising=False)
-    options = types.SimpleNamespace(base="", settings=["NUM_LAYERS=2"], track="track_tiny", name="New")
+    options = types.SimpleNamespace(division="", base="", settings=["NUM_LAYERS=2"], track="track_tiny", name="New")
     assert record_run.plan_settings(options) == {"NUM_LAYERS": "2"}
     monkeypatch.setattr(submit, "ROOT", records.parent.parent.parent)
     track(records, settings={"DEVICE": ["cpu"]})
@@ -734,7 +734,7 @@ def test_a_run_gets_the_device_of_its_track(root, records, monkeypatch):
 
 def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monkeypatch):
     control = next((root / "records" / "track_tiny").glob("*_Control"))
-    options = types.SimpleNamespace(base=f"track_tiny/{control.name}", settings=["MODEL_DIM=64"], track="track_tiny", name="New")
+    options = types.SimpleNamespace(division="", base=f"track_tiny/{control.name}", settings=["MODEL_DIM=64"], track="track_tiny", name="New")
     monkeypatch.setenv("NUM_LAYERS", "7")
     monkeypatch.setenv("MODEL_DIM", "7")
     settings = record_run.plan_settings(options)
@@ -802,7 +802,8 @@ def test_seeds_that_have_finished_or_begun_are_told_from_others(root, monkeypatc
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
     (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"), (["DATA_PATH=none"], "DATA_PATH='none' has no *_val_*.bin"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
-    (["--base", "track_tiny/2020-01-01_No"], "No such file"), (["--track", "track_none"], "is not in a track")])
+    (["--base", "track_tiny/2020-01-01_No"], "--base 'track_tiny/2020-01-01_No' must be one of track_tiny/"),
+    (["--track", "track_none"], "--track 'track_none' must be one of track_tiny")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(record_run, "run_seed", lambda *_: pytest.fail("this must not run"))
     monkeypatch.setattr(sys, "argv", ["run.py", "--track", "track_tiny", "--division", "tiny", "--name", "New",

@@ -9,7 +9,8 @@ ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variat
 for the same time instead, which counts what a variation costs: use a quiet machine and --jobs 1. Runs that have finished
 with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
 
-The last columns are the loss of targets whose pair with the token before is new in its row, and of those that the row
+p is that of the records' test, one-sided: how often seeds alone would make a variation look this much better than the
+first one. The columns of pairs are the loss of targets whose pair with the token before is new in its row, and of those that the row
 has had: the second falls when the model has learned to copy from context.
 """
 
@@ -26,10 +27,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
-from common import ROOT, count_cores, deviation, pairs_of, state_of, table  # noqa: E402
+from common import ROOT, compare_scores, count_cores, deviation, pairs_of, require_packages, state_of, table  # noqa: E402
 from events import read_events  # noqa: E402
 
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
@@ -42,14 +43,12 @@ def train(name: str, seed: str, settings: dict[str, str], seconds: float, thread
     given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
              "MAX_WALLCLOCK_SECONDS": str(seconds)}
     if state_of(ROOT, run_id, given, ranks=1) != "finished":
-        started = time.monotonic()
         words = [f"{key}={value}" for key, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         result = subprocess.run([sys.executable, "train_gpt.py", *words], cwd=ROOT, env=environment,
                                 capture_output=True, text=True, check=False)
         if result.returncode:
             sys.exit(f"ablate.py: {run_id} ended with status {result.returncode}: {result.stderr[-400:]}")
-        print(f"{run_id}: {time.monotonic() - started:.0f} s", flush=True)
     return read_events(ROOT / "logs" / f"{run_id}.jsonl")
 
 
@@ -95,11 +94,23 @@ def main() -> None:
             train_gpt.load_config([f"{key}={value}" for key, value in {**settings, "SEED": seed}.items()], {})
     except (OSError, ValueError) as error:
         sys.exit(f"ablate.py: {error}")
+    if "," in options.seeds:
+        require_packages()
     os.chdir(ROOT)  # to which the paths in the settings are relative
     threads = max(1, count_cores() // options.jobs)
     pool = ThreadPoolExecutor(options.jobs)
+    started, ended = time.monotonic(), []
+    print(f"{len(trials)} runs, {options.jobs} at a time", flush=True)
+
+    def run(trial: tuple[str, str, dict[str, str]]) -> list[dict]:
+        events = train(*trial, options.seconds, threads)
+        ended.append(trial)
+        minutes = (time.monotonic() - started) / len(ended) * (len(trials) - len(ended)) / 60
+        print(f"ablate_{trial[0]}_{trial[1]}: run {len(ended)} of {len(trials)}, about {minutes:.0f} min left", flush=True)
+        return events
+
     try:
-        logs = list(pool.map(lambda trial: train(*trial, options.seconds, threads), trials))
+        logs = list(pool.map(run, trials))
     except KeyboardInterrupt:
         sys.exit("ablate.py: stopped; the same command goes on, and keeps the runs that have finished")
     finally:
@@ -112,13 +123,18 @@ def main() -> None:
             last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty,
             last["val"]["step"]))
     rows = []
-    first = statistics.mean(numbers[0] for numbers in next(iter(results.values())))
+    scores = {name: [{"val_bpb": number[0], "val_tokens": 1, "val_bytes": 1} for number in numbers]
+              for name, numbers in results.items()}  # without a margin, the text's size does not matter
+    first_name = next(iter(results))
+    first = statistics.mean(number[0] for number in results[first_name])
     for name, numbers in results.items():
+        test = compare_scores({}, scores[name], scores[first_name]) if name != first_name else None
         score, exported, size, new, repeated, steps = map(statistics.mean, zip(*numbers))
         spread = deviation([number[0] for number in numbers])
-        rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", f"{exported:.4f}",
+        p = f"{test['p']:.2g}" if test else ""
+        rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", p, f"{exported:.4f}",
                      f"{size:,.0f}", f"{new:.3f}", f"{repeated:.3f}", f"{steps:,.0f}"])
-    header = "| | bits per byte | change | after export | artifact, bytes | new pairs | repeated pairs | steps |"
+    header = "| | bits per byte | change | p | after export | artifact, bytes | new pairs | repeated pairs | steps |"
     print("\n".join(table(header, rows)))
 
 

@@ -21,7 +21,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import ROOT, gpu_names, hardware, launcher, table  # noqa: E402
 from events import read_events  # noqa: E402

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-sys.path += [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 from common import ROOT, Findings, load_json, table  # noqa: E402
 from claims import AUTHORED, NOTES, RULES  # noqa: E402

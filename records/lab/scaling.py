@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench import write_data
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train_gpt  # noqa: E402
 from common import load_json, table  # noqa: E402
