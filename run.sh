@@ -4,6 +4,7 @@
 # ./run.sh --preset NAME takes the settings of records/presets/NAME.env. ./run.sh test runs the tests, with -m slow
 # the slow ones, with -m gpu those that need a GPU.
 # PYTHON names the interpreter that makes .venv.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 cd "$(dirname "$0")"
 if [[ ${1:-} = --help || ${1:-} = -h ]]; then
@@ -12,10 +13,16 @@ if [[ ${1:-} = --help || ${1:-} = -h ]]; then
 fi
 
 python=${PYTHON:-python3}
+unset PYTHONPATH PYTHONSAFEPATH  # modules of others with the names of ours
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 # What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
 cpu=$( (grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.venv/compiled/$cpu}
+
+fail() {
+  echo "run.sh: $*" >&2
+  exit 1
+}
 
 has_pytorch() {  # 2.6 or newer, and able to use the GPUs if there are some
   "$python" -c '
@@ -28,9 +35,18 @@ raise SystemExit(version < [2, 6] or not sees_gpus)' 2> /dev/null
 install() {  # a requirements file, once for each content of it
   local stamp packages
   stamp=.venv/installed-$(cat requirements*.txt | cksum | cut -d' ' -f1)-$1
-  [ -e "$stamp" ] && return
+  [ -e "$stamp" ] && .venv/bin/python -c '' 2> /dev/null && return
   if .venv/bin/python -m pip --version > /dev/null 2>&1; then
     :  # made before; without pip, it was not completed
+  elif ! "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2> /dev/null; then
+    fail "Python 3.11 or newer is needed, and $python is $("$python" --version 2> /dev/null || echo not there);" \
+      "name one: PYTHON=python3.12 ./run.sh"
+  else
+    rm -rf .venv  # of an interpreter that is gone, or half made
+    trap 'rm -rf .venv' EXIT  # unless all is well
+  fi
+  if [ -x .venv/bin/python ]; then
+    :
   elif has_pytorch; then
     echo "using the PyTorch of $python"
     "$python" -m venv --system-site-packages .venv
@@ -42,16 +58,20 @@ install() {  # a requirements file, once for each content of it
     "$python" -m venv .venv
   fi
   echo "installing $1 into .venv"
+  pip=(.venv/bin/python -m pip install -q --disable-pip-version-check)
   if [ -e .venv/has-pytorch ]; then  # pinned versions would replace it
-    packages=$(grep -hv '^-r\|^torch=' "$1" requirements.txt | sed 's/[=# ].*//' | sort -u)
+    packages=$(grep -hv '^-r\|^torch=' "$1" requirements.txt | sed 's/[=# ].*//; s/^sentencepiece$/&>=0.2.2/' | sort -u)
   else
     packages="-r $1"
+    if [ "$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null && ! .venv/bin/python -c 'import torch' 2> /dev/null
+    then  # the usual build has gigabytes of CUDA
+      "${pip[@]}" --retries 0 --timeout 20 --index-url https://download.pytorch.org/whl/cpu "$(grep -o '^torch=[=.0-9]*' requirements.txt)" \
+        2> /dev/null || echo "the CPU build of PyTorch cannot be fetched: installing the usual one"
+    fi
   fi
-  .venv/bin/python -m pip install -q --disable-pip-version-check $packages
-  if ! .venv/bin/python -c 'import torch'; then
-    echo "run.sh: .venv cannot import PyTorch; delete .venv and try again" >&2
-    exit 1
-  fi
+  "${pip[@]}" $packages || fail "pip could not install $1; its messages above say why"
+  .venv/bin/python -c 'import torch' || fail ".venv cannot import PyTorch; delete .venv and try again"
+  trap - EXIT
   touch "$stamp"
 }
 
@@ -65,16 +85,20 @@ install requirements.txt
 preset=
 vocabulary=1024
 tokenizer=sp1024  # of the speeches
-if [ "${1:-}" = --preset ]; then
-  preset=records/presets/${2:-}.env
-  if [ ! -e "$preset" ]; then
-    echo "There is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)" >&2
-    exit 1
+words=()
+while [ $# -gt 0 ]; do
+  if [ "$1" = --preset ]; then
+    preset=records/presets/${2:-}.env
+    [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
+    vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
+    tokenizer=unigram$vocabulary
+    shift
+  else
+    words+=("$1")
   fi
-  shift 2
-  vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
-  tokenizer=unigram$vocabulary
-fi
+  shift
+done
+set -- ${words[@]+"${words[@]}"}
 given=" $* "
 arguments=()
 
@@ -84,13 +108,15 @@ gpus=0
 if [ "$device" != cpu ]; then
   gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 fi
+smi() {  # a broken driver makes it hang
+  timeout 20 nvidia-smi "$@" 2> /dev/null
+}
 if [ "$gpus" -eq 0 ] && [ -z "$device${CUDA_VISIBLE_DEVICES+hidden}" ] && command -v nvidia-smi > /dev/null &&
-  nvidia-smi -L | grep -q '^GPU 0'
+  smi -L | grep -q '^GPU 0'
 then
-  cuda=$(nvidia-smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
-  echo "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older." >&2
-  echo "Install a PyTorch build for it into .venv (see pytorch.org), or delete .venv and set PYTHON to a Python with one." >&2
-  exit 1
+  cuda=$(smi | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p')
+  fail "PyTorch cannot use this machine's GPUs: their driver supports CUDA $cuda or older. Install a PyTorch build for it into" \
+    ".venv (see pytorch.org), or delete .venv and set PYTHON to a Python with one."
 fi
 
 default() {  # NAME=value words, unless the environment or the command line has another value
@@ -115,7 +141,7 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
     speeches=data/datasets/sotu_$tokenizer
     [ -e "$speeches/manifest.json" ] ||
       .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches"
-    default "DATA_PATH=$speeches" "TOKENIZER_PATH=$speeches/tokenizer.model"
+    default "DATA_PATH=$speeches"
     if [ "$gpus" -gt 0 ]; then
       echo "FineWeb could not be fetched: training for two minutes on speeches instead"
       default MAX_WALLCLOCK_SECONDS=120 WARMDOWN_ITERS=300
@@ -134,34 +160,27 @@ elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
     VAL_BATCH_SIZE=65536 MAX_WALLCLOCK_SECONDS=120 WARMUP_STEPS=2 WARMDOWN_ITERS=80 VAL_LOSS_EVERY=100 \
     TRAIN_LOG_EVERY=10 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_STEPS=50
 fi
+if [[ $PWD == *" "* ]]; then  # PyTorch does not quote its paths for the compiler
+  default COMPILE=0
+  echo "The path of this folder has a space, with which PyTorch cannot compile: training takes about twice as long."
+fi
+# A name of this run, by which the model is found below; a run that is resumed has one.
+[ -n "${RESUME-}" ] || [[ $given == *" RESUME="* ]] || default "RUN_ID=$(date +%Y%m%d-%H%M%S)"
 command=(.venv/bin/python train_gpt.py)
-if [ "$gpus" -gt 0 ]; then
-  command=(.venv/bin/python -m torch.distributed.run --standalone --nproc_per_node="$gpus" train_gpt.py)
+if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not resolve
+  command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
 printf '%q ' "${command[@]}"
 echo
 "${command[@]}"
-log=$(ls -t logs/*.txt | sed -n 1p)
-logged() {  # a variable of the run
-  sed -n "1s/.*\"$1\": \"\([^\"]*\)\".*/\1/p" "${log%.txt}.jsonl" || true
-}
-artifact=$(logged OUT_DIR)/final_model.int8.ptz
-sample=(.venv/bin/python logs/sample.py "$artifact")
-if [[ $(logged TOKENIZER_PATH) == /* ]]; then  # artifacts do not keep absolute paths
-  sample+=(--tokenizer "$(logged TOKENIZER_PATH)")
+run_id=${RUN_ID-}
+for word in ${arguments[@]+"${arguments[@]}"} "$@"; do
+  [[ $word != RUN_ID=* ]] || run_id=${word#*=}
+done
+summary=$(.venv/bin/python logs/events.py ${run_id:+"$run_id"})
+if [[ $summary == *final_model* ]]; then
+  printf '\nA sample of what it writes:\n'
+  .venv/bin/python logs/sample.py ${run_id:+"$run_id"} --length 80 || true
 fi
-if [ -e "$artifact" ]; then
-  echo
-  echo "A sample of what it writes:"
-  "${sample[@]}" --length 80 || true
-fi
-cat <<END
-
-log       $log, and ${log%.txt}.jsonl with one event a line
-artifact  $artifact; final_model.pt beside it has all weights
-next      $(printf '%q ' "${sample[@]}")--interactive
-          .venv/bin/python train_gpt.py --help
-          .venv/bin/python data/prepare.py --help      your own text
-          ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03         other settings
-END
+printf '\n%s\n' "$summary"

@@ -3,7 +3,7 @@
     python train_gpt.py --help                             every variable and its default
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device: CUDA, MPS or CPU
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
-    python train_gpt.py ITERATIONS=0 INIT_FROM=final_model.int8.ptz    score only
+    python train_gpt.py ITERATIONS=0 INIT_FROM=RUN_ID      score that run's model
 
 Set variables in the environment or as NAME=value arguments; arguments win. In shapes,
 B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
@@ -26,7 +26,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -49,8 +49,13 @@ JORDAN = 1.0, [(3.4445, -4.7750, 2.0315)]  # Newton-Schulz: margin of the norm, 
 POLAR = 1.02, [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
                (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
+MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 3
-OUT_OF_MEMORY = re.compile("out of memory|t allocate memory")  # of a GPU; of a CPU
+STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
+HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or MODEL_DIM",
+         "torchdynamo|compil": "Install what is missing, such as python3-dev, or set COMPILE=0",
+         "address already in use": "Set another MASTER_PORT",
+         "connection (reset|closed|refused)": "Another rank has ended; its message says why"}
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 # Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
@@ -59,6 +64,9 @@ PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
 SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
+ELSEWHERE = {"BATCH_SIZE": "TRAIN_BATCH_TOKENS", "LEARNING_RATE": "MATRIX_LR", "LR": "MATRIX_LR",
+             "EPOCHS": "ITERATIONS", "CONTEXT": "TRAIN_SEQ_LEN", "BLOCK_SIZE": "TRAIN_SEQ_LEN",
+             "N_LAYER": "NUM_LAYERS", "N_HEAD": "NUM_HEADS", "N_EMBD": "MODEL_DIM"}
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -80,8 +88,8 @@ class Config:
     # Run and data
     run_id: str = free("", "name of logs/RUN_ID.txt and .jsonl; empty: a new name")
     seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
-    out_dir: str = free(".", "folder for the final model's files and checkpoints/")
-    init_from: str = free("", "artifact, state dict or checkpoint to start from")
+    out_dir: str = free("", "folder of the model's files and checkpoints/; empty: logs/RUN_ID")
+    init_from: str = free("", "artifact, state dict, checkpoint or RUN_ID to start from")
     data_path: str = free("./data/datasets/fineweb10B_sp1024", "folder with token shards")
     tokenizer_path: str = free("./data/tokenizers/fineweb_1024_bpe.model", "file, byte260 or gpt2")
     tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
@@ -216,12 +224,23 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     for argument in arguments:
         name, _, text = argument.partition("=")
         given[name] = (text, "argument")
-    path = given.get("INIT_FROM", ("",))[0]
+    folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
+    with suppress(OSError, ValueError, LookupError, TypeError):  # Validation names the damage
+        about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
+        path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
+        given = {"TOKENIZER_PATH": (path, "manifest"),
+                 "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
+    path, origin = given.get("INIT_FROM", ("", ""))
+    if Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
+        path = f"logs/{path}/{MODEL_FILE}"
+        given["INIT_FROM"] = (path, origin)
     given = {name: (text, path) for name, text in read_description(path).items()} | given
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
-        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
-        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        names = [*FIELDS, *ELSEWHERE]
+        near = difflib.get_close_matches(name.lstrip("-").upper(), names, 1, 0.85)
+        meant = ELSEWHERE.get(near[0], near[0]) if near else ""
+        hint = f"did you mean {meant}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {FIELDS[name].name: parse_value(name, text) for name, (text, _) in given.items()}
@@ -233,7 +252,8 @@ def print_help() -> None:
     """Print every variable with its default, its meaning and its choices."""
     print(__doc__)
     for name, f in FIELDS.items():
-        print(f"  {name}={f.default}  {f.metadata['help']}  {f.metadata['choices']}")
+        text = f"{name}={int(f.default) if f.type is bool else f.default}"
+        print(f"  {text:<35} {f.metadata['help']}  {f.metadata['choices']}")
 
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
@@ -276,6 +296,8 @@ def find_ranks() -> list[int]:
     if names is None:
         require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of "
                 "torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        if env.get("SLURM_NTASKS", "1") != "1":
+            print("warning: one process of SLURM_NTASKS: start it by srun", file=sys.stderr)
         return [0, 1, 0, 1]
     numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's: "4(x2)"
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
@@ -285,7 +307,9 @@ def find_ranks() -> list[int]:
     address = address or re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # "n[07-08],n11"
     require(address, "MASTER_ADDR must be set to the address of rank 0's machine")
     env["MASTER_ADDR"] = address
-    env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
+    port = env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
+    if numbers[0] == 0 and numbers[1] > 1:
+        print(f"joining {numbers[1]} ranks at {address}:{port}", file=sys.stderr, flush=True)
     return numbers
 
 def start_ranks(config: Config) -> Ranks:
@@ -1110,7 +1134,8 @@ class Trainer:
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # 1: a hash
-    files = Path(config.out_dir, "checkpoints").glob("*.pt")
+    place = Path(config.out_dir or "logs")
+    files = place.glob("checkpoints/*.pt" if config.out_dir else "*/checkpoints/*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name)]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
@@ -1144,7 +1169,8 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
                 f"step {step} after {time_ms} ms is not in this run")
         trainer.load_state_dict(state)
     except Exception as error:  # hostile or damaged files fail in many ways
-        raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}") from None
+        raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
+                         "undo that, or start anew with a new RUN_ID") from None
 
 def save_checkpoint(trainer: Trainer, loader: TokenLoader, log: RunLog) -> None:
     """Write a checkpoint and delete the oldest ones of this run. A failure only warns."""
@@ -1202,12 +1228,13 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
     lr, grad_norm = trainer.optimizers[-1].param_groups[0]["lr"], norm.item()
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
     epoch = step * loader.pieces * loader.stride / loader.tokens
-    eta_s = max(0.0, min(trainer.clock.cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
-    mem_mib = torch.cuda.max_memory_allocated() >> 20
+    cap_ms, mem_mib = trainer.clock.cap_ms, torch.cuda.max_memory_allocated() >> 20
+    eta_s = max(0.0, min(cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
+    cap = f" cap:{time_ms / cap_ms:.1%}" if cap_ms < math.inf else ""
     log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
               f"{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
-              f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f} mem:{mem_mib}MiB "
-              f"eta:{eta_s / 60:.1f}m epoch:{epoch:.3f}", step=step, train_loss=loss,
+              f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f}{cap} eta:{eta_s / 60:.1f}m "
+              f"epoch:{epoch:.3f}", step=step, train_loss=loss,
               train_time_ms=time_ms, step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm,
               tok_per_sec=rate, mem_mib=mem_mib, eta_s=eta_s, epoch=epoch)
 
@@ -1272,7 +1299,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
         log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
                  f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     if ranks.rank == 0:
-        path, code_bytes = Path(config.out_dir, "final_model.int8.ptz"), len(log.code)
+        path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         data, about = pack(state, config, grams)
         write_whole(path, data)
         ratio = sum(t.nbytes for t in state.values()) / about["payload_bytes"]
@@ -1341,20 +1368,10 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
             f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
-    return replace(config, device=device, run_id=run_id,
+    return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
-
-def compile_model(model: GPT, batch: tuple[Tensor, Tensor]) -> None:
-    """Compile the model for batches like this one. Raises ValueError if that fails."""
-    model.compile(dynamic=False, fullgraph=True)
-    try:
-        model(*batch).backward()
-    except Exception as error:  # compilers fail in many ways
-        raise ValueError(f"torch.compile failed: {error!s:.400}\nInstall what it names, such as "
-                         "python3-dev, lower MICRO_BATCH_TOKENS, or set COMPILE=0") from None
-    model.zero_grad(set_to_none=True)
 
 def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validation, log: RunLog,
              overrides: dict) -> None:
@@ -1383,8 +1400,9 @@ matrix_lr:{rates["matrix"]} scalar_lr:{rates["scalar"]}
 train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
-seed:{c.seed}
-config:{json.dumps({**settings, "overrides": overrides})}""")
+seed:{c.seed}""")
+    if log.is_main:
+        log.write(log.text, f"config:{json.dumps({**settings, 'overrides': overrides})}")
 
 def run(config: Config, overrides: dict, source: str) -> int:
     """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
@@ -1411,8 +1429,9 @@ def run(config: Config, overrides: dict, source: str) -> int:
     clock = trainer.clock
     if checkpoint:
         resume(trainer, loader, checkpoint)
-    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-    require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
+    if ranks.rank == 0:
+        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
     log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides)
     if checkpoint:
@@ -1420,9 +1439,13 @@ def run(config: Config, overrides: dict, source: str) -> int:
         log.event("resume", f"resumed: step:{step} train_time:{time_ms:.0f}ms from {path}",
                   step=step, train_time_ms=time_ms, file=path)
     del checkpoint
-    if config.iterations and config.compile == "1":
-        compile_model(trainer.model, loader.batches(0)[0])
-    for number in (signal.SIGTERM, signal.SIGINT):
+    if config.iterations and config.compile == "1":  # before the first step, of all ranks
+        trainer.model.compile(dynamic=False, fullgraph=True)
+        trainer.model(*loader.batches(0)[0]).backward()
+        trainer.model.zero_grad(set_to_none=True)
+    stops = [number for number in signal.Signals  # not those that nohup and shells ignore
+             if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN]
+    for number in stops:
         signal.signal(number, clock.on_signal)
     warm_up(trainer, loader, log)
     train(trainer, loader, validation, log)
@@ -1430,9 +1453,10 @@ def run(config: Config, overrides: dict, source: str) -> int:
         export(trainer, loader, validation, log)  # a signal that comes now waits for its files
     status = 128 + int(clock.stop_signal) if clock.stop_signal else 0
     if status:
-        log.line(f"stopped: signal {status - 128} after step:{clock.step}; set RESUME=auto")
+        hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
+        log.line(f"stopped: signal {status - 128} after step:{clock.step}; {hint}")
     else:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stops:
             signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
     if ranks.world_size > 1:
@@ -1451,12 +1475,10 @@ def main() -> int:
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except RuntimeError as error:
-        text = f"{error!s:.400}\nTry a lower MICRO_BATCH_TOKENS or MODEL_DIM"
-        if dist.is_initialized() and re.search("Connection (reset|closed|refused)", str(error)):
-            text = "another rank has ended; its message says why"
-        elif not OUT_OF_MEMORY.search(str(error)):
+        hints = [hint for text, hint in HINTS.items() if re.search(text, str(error), re.I)]
+        if not hints:
             raise
-        print(f"train_gpt.py: {text}", file=sys.stderr, flush=True)
+        print(f"train_gpt.py: {error}\n{hints[0]}", file=sys.stderr, flush=True)
     if dist.is_initialized():  # threads of gloo may abort Python's own end
         os._exit(status)
     return status

@@ -1,8 +1,13 @@
-"""The one reader of logs: the events of a .jsonl, of a text log, and of a run with its older logs."""
+"""The one reader of logs: the events of a .jsonl, of a text log, and of a run with its older logs.
+
+    python logs/events.py [RUN_ID]    say in words what a run made, and where; without RUN_ID, the newest run in logs/
+"""
 
 import glob
 import json
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +19,7 @@ MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_E
                             "KEEP_CHECKPOINTS", "TRACKERS"}
 PAIR = re.compile(r"(\w+)[:=](\S+)")
 START_LINES = ("train_batch_tokens:", "seed:", "tie_embeddings:", "attention_mode:", "model_params:")
+MANY_EPOCHS, LARGE_GAP = 4, 1.0  # nats: a model that reads a small text often learns it by heart
 QUANTITIES = {"train": ("lr", "grad_norm", "tok_per_sec"), "val": ("val_bpb",)}  # beside loss and time
 
 
@@ -80,3 +86,41 @@ def read_history(path: Path) -> list[dict]:
             events = [event for event in steps if (event["event"], event["step"]) not in again] + events
             resumed = resume_step(older)
     return events
+
+
+def summarize(log: Path) -> str:
+    """Return what a run made, and commands for what one does next."""
+    latest = {event["event"]: event for event in read_events(log)}
+    if "final" not in latest:
+        return f"{log}: the run has not ended; RESUME=auto RUN_ID={log.stem} goes on from its last checkpoint"
+    final, export, train = latest["final"], latest.get("export"), latest.get("train")
+    score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
+    if not export:
+        return score
+    run, folder = shlex.quote(log.stem), Path(latest["config"]["config"]["OUT_DIR"])
+    lines = [f"{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with "
+             f"{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code"]
+    if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
+        lines.append(f"warning: it read its text {train['epoch']:.0f} times and knows it far better than other text "
+                     f"({train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): train on more text, or for less time")
+    lines += [f"log       {log}; {log.with_suffix('.txt')} also has the script",
+              f"model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full",
+              f"next      .venv/bin/python logs/sample.py {run} --interactive",
+              f"          .venv/bin/python logs/plot.py {run}",
+              "          .venv/bin/python train_gpt.py --help          every setting",
+              "          .venv/bin/python data/prepare.py --help       your own text",
+              "          ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03          another run, with other settings"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    log = Path("logs", f"{sys.argv[1]}.jsonl") if sys.argv[1:] else logs[-1] if logs else Path("logs")
+    try:
+        print(summarize(log))
+    except OSError as error:
+        sys.exit(f"events.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Generate text with a trained model, or score a text.
 
-    python logs/sample.py final_model.int8.ptz --prompt "Fellow citizens," --samples 3
-    python logs/sample.py final_model.int8.ptz --interactive                  one prompt per line; Ctrl-D ends
-    python logs/sample.py final_model.int8.ptz --score texts.jsonl            bits per byte, each text alone
+    python logs/sample.py --prompt "Fellow citizens," --samples 3     with the newest model in logs/
+    python logs/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
+    python logs/sample.py final_model.int8.ptz --score texts.jsonl    bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
 their settings: add all of those that the training set, and its DTYPE, for example DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
@@ -12,6 +12,7 @@ to stderr.
 
 import argparse
 import codecs
+import contextlib
 import json
 import math
 import sys
@@ -24,10 +25,27 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of these names
 
 import train_gpt  # noqa: E402
+from events import read_events  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
+
+
+def find_model(name: str) -> Path:
+    """The file `name`, or the artifact of a run: that RUN_ID, or with "" the newest in logs/. Raises ValueError."""
+    if not name:
+        found = sorted(Path("logs").glob(f"*/{train_gpt.MODEL_FILE}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise ValueError("there is no model in logs/; train one, or name a file")
+        return found[-1]
+    log = Path("logs", f"{name}.jsonl")
+    folders = [read_events(log)[0]["config"]["OUT_DIR"]] if log.is_file() else [name, Path("logs", name)]
+    for path in (Path(name), *(Path(folder, train_gpt.MODEL_FILE) for folder in folders)):
+        if path.is_file():
+            return path
+    runs = sorted(path.parent.name for path in Path("logs").glob(f"*/{train_gpt.MODEL_FILE}"))
+    raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; there are: {', '.join(runs) or 'none'}")
 
 
 def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
@@ -125,9 +143,29 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:
-    """Load the tokenizer `spec`, or the one that the artifact names. Raises ValueError if it is not the model's."""
-    spec = spec or model.config.tokenizer_path
+def log_of(model: Path) -> Path | None:
+    """The .jsonl log of a model in logs/RUN_ID/, or None."""
+    log = model.resolve().parent.parent / f"{model.resolve().parent.name}.jsonl"
+    return log if log.is_file() else None
+
+
+def ask() -> Iterator[str]:
+    """Yield the lines that are typed, with a history where there is a terminal."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() has a history then)
+    sign = "> " if sys.stdin.isatty() else ""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(sign)
+
+
+def find_tokenizer(model: train_gpt.GPT, spec: str | None = None, log: Path | None = None) -> Tokenizer:
+    """Load the tokenizer `spec`, or the one that the artifact or its run's log names. Raises ValueError if it is not the
+    model's."""
+    if not spec:
+        spec = model.config.tokenizer_path
+        if log and not Path(spec).is_file():  # an artifact does not keep an absolute path
+            spec = read_events(log)[0]["config"]["TOKENIZER_PATH"]
     if spec.endswith((".model", ".json")) and not Path(spec).is_file():
         raise ValueError(f"tokenizer {spec} not found; give its path with --tokenizer")
     tokenizer = load_tokenizer(spec)
@@ -140,7 +178,7 @@ def find_tokenizer(model: train_gpt.GPT, spec: str | None) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="artifact or state dict")
+    parser.add_argument("model", nargs="?", default="", help="artifact, state dict or RUN_ID (default: the newest in logs/)")
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
@@ -159,8 +197,9 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     try:
-        model = load(options.model, options.settings)
-        tokenizer = find_tokenizer(model, options.tokenizer)
+        path = find_model(options.model)
+        model = load(path, options.settings)
+        tokenizer = find_tokenizer(model, options.tokenizer, log_of(path))
         if tokenizer.kind == "table" and (options.prompt or options.interactive or options.score):
             raise ValueError("text cannot be read: this tokenizer only decodes")
         if options.score:
@@ -172,7 +211,7 @@ def main() -> None:
         prompts = [prompt] * options.samples
         if options.interactive:
             print("One prompt per line; Ctrl-D ends.", file=sys.stderr)
-            prompts = (line.rstrip("\n") for line in sys.stdin)
+            prompts = ask()
         for prompt in prompts:
             write_sample(model, tokenizer, prompt, options, generator)
             print()

@@ -81,6 +81,9 @@ def test_booleans(text, value):
     ("--num-layers", ["--num-layers", "NUM_LAYERS"]),
     ("NUM_LAYERS", ["NUM_LAYERS=''", "NUM_LAYERS=9"]),
     ("frobnicate", ["frobnicate", "--help"]),
+    ("BATCH_SIZE=32", ["BATCH_SIZE='32'", "did you mean TRAIN_BATCH_TOKENS"]),
+    ("--learning-rate=1", ["did you mean MATRIX_LR"]), ("lr=1", ["did you mean MATRIX_LR"]),
+    ("EPOCH=1", ["did you mean ITERATIONS"]), ("n_layer=2", ["did you mean NUM_LAYERS"]),
 ])
 def test_bad_arguments_name_what_would_work(argument, wanted):
     with pytest.raises(ValueError) as error:
@@ -91,7 +94,7 @@ def test_bad_arguments_name_what_would_work(argument, wanted):
 @pytest.mark.parametrize("name, meant", [
     ("MATRX_LR", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("TRAIN_SEQLEN", "TRAIN_SEQ_LEN"), ("SEED_", "SEED"),
     ("WARMUP_STEP", "WARMUP_STEPS"), ("ITERATION", "ITERATIONS"), ("MAX_WALL_CLOCK_SECONDS", "MAX_WALLCLOCK_SECONDS"),
-    ("OUTDIR", "OUT_DIR"), ("DATAPATH", "DATA_PATH"), ("RUNID", "RUN_ID"),
+    ("BATCH_SIZE", "TRAIN_BATCH_TOKENS"), ("OUTDIR", "OUT_DIR"), ("DATAPATH", "DATA_PATH"), ("RUNID", "RUN_ID"),
 ])
 def test_a_misspelt_name_in_the_environment_stops_the_run(name, meant):
     with pytest.raises(ValueError, match=f"{name}='1'.*did you mean {meant}"):
@@ -181,7 +184,8 @@ def test_help_names_every_variable(tmp_path):
     result = run_trainer(tmp_path, "--help")
     assert result.returncode == 0
     for f in train_gpt.fields(train_gpt.Config):
-        assert f"\n  {f.name.upper()}={f.default}" in result.stdout and f.metadata["help"] in result.stdout
+        default = int(f.default) if f.type is bool else f.default
+        assert f"\n  {f.name.upper()}={default} " in result.stdout and f.metadata["help"] in result.stdout
 
 
 def test_a_typo_ends_the_script_with_one_line(tmp_path):

@@ -54,7 +54,7 @@ sys.exit(train_gpt.main())""")
 
 
 def two_ranks(folder, *arguments):
-    """Runs two ranks, each with arguments of its own. Returns their exit statuses and messages, without PyTorch's warnings."""
+    """Runs two ranks, each with arguments of its own. Returns their exit statuses and messages."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -63,7 +63,7 @@ def two_ranks(folder, *arguments):
     ranks = [subprocess.Popen([sys.executable, str(REPOSITORY / "train_gpt.py"), *words], cwd=folder, text=True,
                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
              for rank, words in zip("01", arguments)]
-    messages = [rank.communicate(timeout=120)[1] for rank in ranks]
+    messages = [rank.communicate(timeout=120)[1].removeprefix(f"joining 2 ranks at 127.0.0.1:{port}\n") for rank in ranks]
     return [rank.returncode for rank in ranks], messages
 
 
@@ -179,16 +179,16 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_named(tmp_path, monkeypatch
 
 def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpointed, tmp_path, monkeypatch, data):
     path = checkpoints(checkpointed)[0]
-    with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9$"):
+    with pytest.raises(SystemExit, match=r"MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9; undo that, or start anew with a new RUN_ID$"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=path, MATRIX_LR=0.03, BETA2=0.9)
     state = torch.load(path)
-    state["config"]["mlp_silu"] = True  # of a script that has one more switch
+    state["config"]["no_such_switch"] = True  # of a script that has one more
     torch.save(state, tmp_path / "silu.pt")
-    with pytest.raises(SystemExit, match="it was trained with other settings: MLP_SILU was True and is 'unknown to this script'$"):
+    with pytest.raises(SystemExit, match="it was trained with other settings: NO_SUCH_SWITCH was True and is 'unknown to this script'; undo"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=tmp_path / "silu.pt")
     other = make_shards(tmp_path)
     write_shard(other / "tiny_train_000002.bin", np.arange(256) % 256)
-    with pytest.raises(SystemExit, match="does not fit this run: it read 14000 tokens, but DATA_PATH has 14256$"):
+    with pytest.raises(SystemExit, match="does not fit this run: it read 14000 tokens, but DATA_PATH has 14256; undo that"):
         tiny_run(monkeypatch, tmp_path / "b", other, RESUME=path)
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=path, TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0, RUN_ID="renamed",
              WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
@@ -197,7 +197,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
 
 def test_a_refused_resume_leaves_the_finished_run_as_it_is(checkpointed, monkeypatch, data):
     before = {path: path.read_bytes() for path in checkpointed.rglob("*.*")}
-    with pytest.raises(SystemExit, match="MATRIX_LR was 0.02 and is 0.03"):
+    with pytest.raises(SystemExit, match="MATRIX_LR was 0.02 and is 0.03; undo that, or start anew with a new RUN_ID"):
         tiny_run(monkeypatch, checkpointed, data, RESUME=checkpoints(checkpointed)[-1], MATRIX_LR=0.03)
     assert {path: path.read_bytes() for path in checkpointed.rglob("*.*")} == before
     assert [path.name for path in sorted((checkpointed / "logs").iterdir())] == ["run.jsonl", "run.txt"]
@@ -331,8 +331,8 @@ def test_a_checkpoint_of_the_older_format_is_named(checkpointed, monkeypatch, da
 # ---- Signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, number, code):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, number):
     arguments = tiny_arguments(data, ITERATIONS=100000, VAL_LOSS_EVERY=0, RUN_ID="run", TRAIN_LOG_EVERY=0)
     process = subprocess.Popen([sys.executable, str(REPOSITORY / "train_gpt.py"), *arguments], cwd=tmp_path, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -341,9 +341,19 @@ def test_a_signal_ends_the_run_after_a_step_and_a_checkpoint(tmp_path, data, num
             break
     process.send_signal(number)
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == code and errors.startswith("stopping after this step"), errors
-    found = re.search(rf"stopped: signal {int(number)} after step:(\d+); set RESUME=auto", out)
+    assert process.returncode == 128 + number and errors.startswith("stopping after this step"), errors
+    found = re.search(rf"stopped: signal {int(number)} after step:(\d+); set RESUME=auto to go on", out)
     assert read_checkpoint(*checkpoints(tmp_path))["step"] == int(found[1]) >= 10
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path, data):
+    arguments = tiny_arguments(data, ITERATIONS=30, VAL_LOSS_EVERY=0, RUN_ID="run")
+    process = subprocess.Popen([sys.executable, str(REPOSITORY / "train_gpt.py"), *arguments], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    for line in process.stdout:
+        if line.startswith("step:2/"):
+            process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0 and events(tmp_path, "run")[-1]["event"] == "final"
 
 
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_checkpoint(tmp_path, data):
@@ -423,6 +433,8 @@ def test_a_signal_in_a_validation_ends_the_run_before_the_next_step(tmp_path, mo
     step = 4 * (call - 1)
     assert [e["step"] for e in events(tmp_path, "run") if e["event"] == "train"] == list(range(1, step + 1))
     assert [path.stem for path in checkpoints(tmp_path)] == [f"run_{step:08d}"] * (step > 0)
+    hint = "set RESUME=auto to go on" if step else "there is no checkpoint"
+    assert f"stopped: signal 15 after step:{step}; {hint}" in (tmp_path / "logs" / "run.txt").read_text()
 
 
 def test_a_signal_in_the_export_waits_for_the_files(tmp_path, monkeypatch, data, capsys):
@@ -431,7 +443,7 @@ def test_a_signal_in_the_export_waits_for_the_files(tmp_path, monkeypatch, data,
     with pytest.raises(SystemExit, match="143"):
         tiny_run(monkeypatch, tmp_path, data)
     assert events(tmp_path, "run")[-1]["event"] == "export" and artifacts(tmp_path) == artifacts(tmp_path / "whole")
-    assert "stopped: signal 15 after step:9; set RESUME=auto" in capsys.readouterr().out
+    assert "stopped: signal 15 after step:9; there is no checkpoint" in capsys.readouterr().out
 
 
 def test_a_signal_in_the_final_scores_ends_the_process_at_once(tmp_path, monkeypatch, data):
@@ -592,7 +604,7 @@ def test_a_rank_that_ends_alone_says_why_and_the_other_that_it_has(tmp_path, dat
     tokens[200 if first else 2900:][:100] = 300
     write_shard(other / "tiny_train_000000.bin", tokens)
     codes, messages = two_ranks(tmp_path, tiny_arguments(data), tiny_arguments(other))
-    assert codes == [1, 1] and messages[0] == "train_gpt.py: another rank has ended; its message says why\n"
+    assert codes == [1, 1] and messages[0].endswith("\nAnother rank has ended; its message says why\n")
     assert re.fullmatch("train_gpt.py: .*tiny_train_000000.bin holds token 300, too large for VOCAB_SIZE=260;.*\n", messages[1])
     assert (tmp_path / "logs").exists() != first
 

@@ -24,7 +24,7 @@ def golden_run(folder, *more, ranks=0):
     settings = dict(line.split("=", 1) for line in (GOLDEN / "A" / "env").read_text().split())
     result = run_trainer(
         folder, f"DATA_PATH={GOLDEN / 'ds'}", f"TOKENIZER_PATH={MODEL}", "TRAIN_LOG_EVERY=1", "RUN_ID=golden",
-        "DEVICE=cpu", *more, ranks=ranks, environment=settings)
+        "OUT_DIR=.", "DEVICE=cpu", *more, ranks=ranks, environment=settings)
     assert result.returncode == 0, result.stderr
     return events(folder, "golden")
 

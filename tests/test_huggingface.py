@@ -49,7 +49,7 @@ def folders(tmp_path_factory):
             else:
                 model = trained_like(MODELS[name]())
                 path.write_bytes(train_gpt.pack(model.state_dict(), model.config)[0])
-            export_hf.write_folder(sample.load(path), None, folder)
+            export_hf.write_folder(sample.load(path), folder)
         return sample.load(path), folder
 
     return write
@@ -220,7 +220,10 @@ def test_the_command_reads_its_folder_back(folders, tmp_path):
     result = run(REPOSITORY / "logs" / "export_hf.py", path, tmp_path / "out")
     assert result.returncode == 0 and "read back by transformers, its logits differ by" in result.stdout, result.stderr
     assert len({entry.stat().st_mode for entry in (tmp_path / "out").iterdir()}) == 1  # whoever reads one can read all
-    assert "is not empty" in run(REPOSITORY / "logs" / "export_hf.py", path, tmp_path / "out").stderr
+    again = run(REPOSITORY / "logs" / "export_hf.py", path, tmp_path / "out")
+    assert "is not empty: delete it, or choose another folder" in again.stderr
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and f'from_pretrained("{tmp_path / "out"}"' in card
 
 
 @pytest.mark.slow

@@ -99,8 +99,9 @@ def test_weights_without_settings_ask_for_them(trained, tmp_path, script):
     result = run_script(script, folder / "final_model.pt", *([tmp_path / "hf"] if script == "export_hf.py" else []))
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
     assert f"{script}: {folder}/final_model.pt does not say what its model is; add the settings" in result.stderr
-    usage = run_script(script).stderr
-    assert "required: model" in usage and "VARIABLE=value" not in usage.splitlines()[-1]
+    if script == "export_hf.py":
+        usage = run_script(script).stderr
+        assert "required: model" in usage and "VARIABLE=value" not in usage.splitlines()[-1]
 
 
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
@@ -221,7 +222,7 @@ def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
     """One text of whole rows is a validation split without a boundary at its end; shorter ones are added by hand."""
     folder, *_ = trained
     model = sample.load(folder / "final_model.int8.ptz")
-    tokenizer = sample.find_tokenizer(model, None)
+    tokenizer = sample.find_tokenizer(model)
     texts = ["the quick brown fox jumps over the lazy dog, " * 9, "é 漢字", "x" * 40]
     wanted = []
     for text in texts:
@@ -251,7 +252,7 @@ def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["missing.ptz"], "missing.ptz cannot be loaded"),
+    (["missing.ptz"], "'missing.ptz' is neither a file nor a RUN_ID with a model in logs/"),
     (["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
     (["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
     (["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model")])

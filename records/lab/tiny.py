@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))
 
 import train_gpt  # noqa: E402
 
@@ -20,7 +20,7 @@ TINY = {
     "TRAIN_BATCH_TOKENS": "1024", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1",
     "WARMDOWN_ITERS": "2", "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0",
     "MUON_MOMENTUM_WARMUP_STEPS": "2", "COMPILE": "0",
-    "MICRO_BATCH_TOKENS": "512",
+    "MICRO_BATCH_TOKENS": "512", "OUT_DIR": ".",
 }
 
 
