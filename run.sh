@@ -36,8 +36,8 @@ install() {  # a requirements file, once for each content of it
   local stamp packages
   stamp=.venv/installed-$(cat requirements*.txt | cksum | cut -d' ' -f1)-$1
   [ -e "$stamp" ] && .venv/bin/python -c '' 2> /dev/null && return
-  if .venv/bin/python -m pip --version > /dev/null 2>&1; then
-    :  # made before; without pip, it was not completed
+  if .venv/bin/python -c '' 2> /dev/null; then
+    .venv/bin/python -m pip --version > /dev/null 2>&1 || fail ".venv has no pip: delete .venv and try again"
   elif ! "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2> /dev/null; then
     fail "Python 3.11 or newer is needed, and $python is $("$python" --version 2> /dev/null || echo not there);" \
       "name one: PYTHON=python3.12 ./run.sh"
@@ -65,7 +65,7 @@ install() {  # a requirements file, once for each content of it
     packages="-r $1"
     if [ "$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null && ! .venv/bin/python -c 'import torch' 2> /dev/null
     then  # the usual build has gigabytes of CUDA
-      "${pip[@]}" --retries 0 --timeout 20 --index-url https://download.pytorch.org/whl/cpu "$(grep -o '^torch=[=.0-9]*' requirements.txt)" \
+      "${pip[@]}" --no-deps --retries 0 --timeout 20 --index-url https://download.pytorch.org/whl/cpu "$(grep -o '^torch=[=.0-9]*' requirements.txt)" \
         2> /dev/null || echo "the CPU build of PyTorch cannot be fetched: installing the usual one"
     fi
   fi

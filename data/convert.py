@@ -6,8 +6,8 @@
     python data/convert.py chars/ --headerless --tokenizer chars/meta.pkl --out data/datasets/chars
 
 A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a
-folder of them. Files with "val" or "test" in their names become the validation split, the others the
-training split. Ids without a header are uint16, or uint32 if every second uint16 is 0; --dtype says it for sure.
+folder of them. Files with "val", "valid", "validation" or "test" in their names become the validation split, the others the
+training split. The type of ids without a header is guessed: 16, 32 or 64 bits; --dtype sets it.
 """
 
 import argparse

