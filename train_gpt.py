@@ -641,12 +641,12 @@ class Attention(nn.Module):
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
-        y = causal_attention(q, k, v, self.config.attn)
+        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)  # (B, T, H, C)
         if self.config.exclusive_attn:  # arXiv:2603.09078
-            own = rms_norm(v)[:, :, None]
-            y = y.unflatten(1, (v.size(1), -1))  # (B, K, H / K, T, C)
-            y = (y - (y * own).mean(-1, keepdim=True) * own).flatten(1, 2)
-        return linear(y.transpose(1, 2).flatten(2), self.proj, scale=scale)
+            own = rms_norm(v.transpose(1, 2))[:, :, :, None]
+            y = y.unflatten(2, (v.size(1), -1))  # (B, T, K, H / K, C)
+            y = y - (y * own).mean(-1, keepdim=True) * own
+        return linear(y.flatten(2), self.proj, scale=scale)
 
 class MLP(nn.Module):
     """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
