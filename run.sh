@@ -81,24 +81,27 @@ if [ "${1:-}" = test ]; then
   exec .venv/bin/python -m pytest -q -rs tests -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" "$@"  # the last -m counts
 fi
 
-install requirements.txt
 preset=
 vocabulary=1024
 tokenizer=sp1024  # of the speeches
 words=()
 while [ $# -gt 0 ]; do
-  if [ "$1" = --preset ]; then
+  if [[ $1 = --preset || $1 = --preset=* ]]; then
+    [[ $1 = --preset ]] || set -- --preset "${1#*=}" "${@:2}"
     preset=records/presets/${2:-}.env
     [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
     vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
     tokenizer=unigram$vocabulary
     shift
-  else
+  elif [[ $1 = *=* ]]; then
     words+=("$1")
+  else
+    fail "$1 is not NAME=value, --preset NAME, --help or test"
   fi
   shift
 done
 set -- ${words[@]+"${words[@]}"}
+install requirements.txt
 given=" $* "
 arguments=()
 

@@ -59,7 +59,9 @@ def open_tokens(path: Path, headerless: bool, dtype: str = "") -> np.ndarray:
     if headerless:
         size = path.stat().st_size
         found = np.dtype(dtype).newbyteorder("<") if dtype else find_dtype(path)
-        if size == 0 or size % found.itemsize:
+        if not size:
+            raise ValueError(f"{path} is empty")
+        if size % found.itemsize:
             raise ValueError(f"{path} has {size} bytes, which cannot be {found.name} ids; use --dtype with another type")
         return np.memmap(path, dtype=found, mode="r")
     try:

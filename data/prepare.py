@@ -116,8 +116,10 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     except RuntimeError as error:
         if "KeyboardInterrupt" in str(error):  # Ctrl-C while SentencePiece reads
             raise KeyboardInterrupt from None
-        raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; "
-                         f"a smaller vocabulary needs less text, and byte260 needs none") from None
+        hint = "a smaller vocabulary needs less text, and byte260 needs none"
+        if "smaller than" in str(error):  # the special tokens, the bytes and the characters have pieces of their own
+            hint = "choose a larger one, or byte260"
+        raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; {hint}") from None
     path.write_bytes(model.getvalue())
 
 
@@ -244,7 +246,7 @@ def prepare(folder: Path, options) -> str:
     val = splits["val"]
     if val["documents"] < FEW_DOCUMENTS or val["bytes"] < FEW_BYTES:
         notes.append(f"warning: scores will be noisy: the validation split has {val['documents']:,} documents and "
-                     f"{val['bytes']:,} bytes; try --val-fraction 0.2, or --val-file with more text")
+                     f"{val['bytes']:,} bytes; choose more for it")
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
 
 

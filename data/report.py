@@ -219,6 +219,8 @@ def write_texts(folder: Path, spec: str | None, path: Path) -> str:
     """Write the validation documents to a .jsonl file, {"text": ...} a line; return what was done. Raises ValueError."""
     tokenizer = find_tokenizer(folder, spec, read_manifest(folder, [])[0])
     count = 0
+    if path.exists():  # it may be a text of the user's
+        raise ValueError(f"--texts {path} exists: it is where the documents are written; name a new file")
     with path.open("w", encoding="utf-8") as file:
         for document in split_documents(open_shards(folder, "val", []), tokenizer.bos):
             known = document[(document != tokenizer.bos) & (document < tokenizer.vocab_size)]

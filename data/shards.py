@@ -120,7 +120,7 @@ def write_dataset(script: str, fill: Callable, options) -> None:
     try:
         out = Path(options.out).resolve()
         if out.is_mount() or (out.exists() and any(out.iterdir())):
-            raise ValueError(f"--out {options.out!r} is not empty: delete it or choose another folder")
+            raise ValueError(f"--out {options.out!r} is not empty: choose another folder")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
         if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shards import REPOSITORY, sha256_of
@@ -34,10 +35,11 @@ MARKERS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>")  # o
 
 def load_package(module: str, package: str, purpose: str):
     """Import an optional package. Raises ValueError if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ValueError(f"{purpose} needs a package: pip install {package}") from None
+    with suppress(ImportError):
+        found = importlib.import_module(module)
+        if getattr(found, "__file__", True):  # None: a folder of that name, such as data/datasets
+            return found
+    raise ValueError(f"{purpose} needs a package: pip install {package}")
 
 
 def load_zstd():
@@ -127,6 +129,8 @@ def encoding_hint(raw: bytes) -> str:
     """Return what bytes that are not UTF-8 text seem to be, and what to do about it."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "it begins as UTF-16 does; convert it: iconv -f UTF-16 -t UTF-8 FILE > OTHER.txt"
+    if raw.startswith((b"%PDF", b"PK\3\4")) or b"ustar" in raw[:600]:
+        return "it is a PDF or an archive: extract its text first"
     if b"\0" in raw:
         return "it has bytes of 0: UTF-16, which iconv -f UTF-16LE -t UTF-8 converts, or no text at all"
     return "it may be Latin-1 or Windows-1252, which iconv -f WINDOWS-1252 -t UTF-8 converts, or no text at all"
@@ -170,6 +174,8 @@ class Reader:
     def clear(self) -> None:
         """Forget what was counted."""
         self.files = 0
+        self.seen = set()  # files, without links
+        self.has_separators = False
         self.skipped = Counter()  # files by reason
         self.bad = []  # what was wrong, and where
         self.marked = Counter()  # documents by marker
@@ -178,16 +184,17 @@ class Reader:
         """Yield the text of all documents in order, with a progress bar of the files' bytes, packed or not.
 
         Raises ValueError for a source that is not there, and for text that cannot be read."""
-        files = {source: self.find_files(source) for source in sources if source not in BUILT_IN and not source.startswith(HUB)}
-        total = sum(path.stat().st_size for paths in files.values() for path in paths)
+        has_files = [source not in BUILT_IN and not source.startswith(HUB) for source in sources]
+        files = [self.find_files(source) if has else [] for source, has in zip(sources, has_files)]
+        total = sum(path.stat().st_size for paths in files for path in paths)
         with tqdm(desc=title, total=total, unit="B", unit_scale=True, disable=not total) as bar:
-            for source in sources:
+            for source, paths in zip(sources, files):
                 if source in BUILT_IN:
                     parts = [BUILT_IN[source]()]
                 elif source.startswith(HUB):
                     parts = [self.read_hub(source)]
                 else:
-                    parts = (self.read_file(path, bar) for path in files[source])
+                    parts = (self.read_file(path, bar) for path in paths)
                 for texts in parts:
                     for text in texts:
                         self.marked.update(marker for marker in MARKERS if marker in text)
@@ -199,15 +206,18 @@ class Reader:
         if not path.is_dir():
             if not path.is_file():
                 raise ValueError(f"SOURCE {source!r} must be a file, a folder, sotu, stdlib or hf://OWNER/NAME")
-            self.files += 1
-            return [path]
-        found = {}  # by what they are without links: each is read once
-        seen = set()
+            return self.new([path])
+        found = []
+        folders_seen = set()
         for place, folders, names in os.walk(path, followlinks=True):
-            if (real := os.path.realpath(place)) in seen:  # a link to a folder that holds it
+            if (real := os.path.realpath(place)) in folders_seen:  # a link to a folder that holds it
                 folders.clear()
                 continue
-            seen.add(real)
+            folders_seen.add(real)
+            if "manifest.json" in names and any(name.endswith(".bin") for name in names):
+                self.skipped["data set made here"] += 1
+                folders.clear()
+                continue
             hidden = [name for name in folders + names if name.startswith(".")]
             self.skipped["hidden"] += len(hidden)
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -215,13 +225,23 @@ class Reader:
                 if not file.is_file():
                     self.skipped["no file"] += 1
                 elif split_name(file)[0] in KNOWN_ENDINGS or is_text(file):
-                    found.setdefault(os.path.realpath(file), file)
+                    found.append(file)
                 else:
                     self.skipped[file.suffix.lower() or "without an ending"] += 1
         if not found:
             raise ValueError(f"SOURCE {source!r} has no text in it; {self.count_files()}")
-        self.files += len(found)
-        return sorted(found.values(), key=lambda file: hash_order(file.relative_to(path).as_posix()))
+        return self.new(sorted(found, key=lambda file: hash_order(file.relative_to(path).as_posix())))
+
+    def new(self, files: list[Path]) -> list[Path]:
+        """Return the files that were not given before, each once, and count them."""
+        by_real = {}
+        for file in files:
+            by_real.setdefault(os.path.realpath(file), file)
+        new = {real: file for real, file in by_real.items() if real not in self.seen}
+        self.skipped["given twice"] += len(by_real) - len(new)
+        self.seen |= new.keys()
+        self.files += len(new)
+        return list(new.values())
 
     def read_file(self, path: Path, bar: tqdm) -> Iterator[str]:
         """Yield the text of the documents in a file. Raises ValueError if it is damaged."""
@@ -246,6 +266,7 @@ class Reader:
                 else:
                     parts = cut_at(file, self.separator) if self.separator else cut_lines(file, TEXT_CHARS)
                     for number, text in enumerate(parts, 1):
+                        self.has_separators |= number > 1
                         yield from self.plain(text, f"{path}, document {number}")
                         bar.update(start + packed.tell() - bar.n)
             except damage as error:
@@ -305,13 +326,19 @@ class Reader:
 
     def keyed(self, row: dict, place: str) -> Iterator[str]:
         """Yield a row's text if it has one; else report it."""
-        try:
-            row[self.text_key].encode("utf-8")  # fails for half a surrogate pair
-        except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
-            keys = f"; use --text-key with one of {', '.join(row)}" if isinstance(error, KeyError) else ""
-            self.report_bad(f'{place}: not a JSON object {{"{self.text_key}": "..."}}: {error!r}{keys}')
+        if not isinstance(row, dict):
+            self.report_bad(f'{place}: not a JSON object {{"{self.text_key}": "..."}}, but {type(row).__name__}')
+        elif self.text_key not in row:
+            self.report_bad(f"{place}: there is no {self.text_key!r}; use --text-key with one of {', '.join(row)}")
+        elif not isinstance(row[self.text_key], str):
+            self.report_bad(f"{place}: {self.text_key!r} is no text, but {type(row[self.text_key]).__name__}")
         else:
-            yield row[self.text_key]
+            try:
+                row[self.text_key].encode("utf-8")  # fails for half a surrogate pair
+            except UnicodeEncodeError as error:
+                self.report_bad(f"{place}: {error}")
+            else:
+                yield row[self.text_key]
 
     def report_bad(self, problem: str) -> None:
         """Count what cannot be read. Raises ValueError without skip_bad."""
@@ -329,6 +356,8 @@ class Reader:
         lines = [self.count_files()] if self.files > 1 or self.skipped.total() else []
         if self.bad:
             lines += [f"left out {len(self.bad):,} documents that cannot be read; the first:", *self.bad[:3]]
+        if self.separator and not self.has_separators:
+            lines.append(f"warning: --separator {self.separator!r} is in none of the text files")
         for marker, count in self.marked.items():
             lines.append(f"warning: {count:,} documents contain {marker} as ordinary text; if it stands between documents "
                          f"of text files, use --separator '{marker}'")

@@ -3,6 +3,7 @@
     python logs/events.py [RUN_ID]    say in words what a run made, and where; without RUN_ID, the newest run in logs/
 """
 
+import argparse
 import glob
 import json
 import re
@@ -92,7 +93,9 @@ def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
     latest = {event["event"]: event for event in read_events(log)}
     if "final" not in latest:
-        return f"{log}: the run has not ended; RESUME=auto RUN_ID={log.stem} goes on from its last checkpoint"
+        has_checkpoint = any(Path(latest["config"]["config"]["OUT_DIR"], "checkpoints").glob(f"{glob.escape(log.stem)}_*.pt"))
+        hint = f"RUN_ID={log.stem} RESUME=auto goes on from its last checkpoint" if has_checkpoint else "it left no checkpoint"
+        return f"{log}: the run has not ended; {hint}"
     final, export, train = latest["final"], latest.get("export"), latest.get("train")
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
@@ -114,12 +117,15 @@ def summarize(log: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", metavar="RUN_ID", help="or a .jsonl log (default: the newest in logs/)")
+    name = parser.parse_args().run
     logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    log = Path("logs", f"{sys.argv[1]}.jsonl") if sys.argv[1:] else logs[-1] if logs else Path("logs")
+    log = Path(name) if name and Path(name).is_file() else Path("logs", f"{name}.jsonl") if name else [Path("logs"), *logs][-1]
     try:
         print(summarize(log))
-    except OSError as error:
-        sys.exit(f"events.py: {error}")
+    except (OSError, ValueError, LookupError):
+        sys.exit(f"events.py: {name or log} is no log of a run; there are: {', '.join(path.stem for path in logs) or 'none'}")
 
 
 if __name__ == "__main__":

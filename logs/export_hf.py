@@ -77,7 +77,7 @@ def write_folder(model: train_gpt.GPT, folder: Path, spec: str | None = None, lo
     from safetensors.torch import save
     config = model.config
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: delete it, or choose another folder")
+        raise ValueError(f"{folder} is not empty: choose another folder, or delete it if it is an earlier export")
     tokenizer = find_tokenizer(model, spec, log)
     place = place or str(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,12 +113,11 @@ def write_folder(model: train_gpt.GPT, folder: Path, spec: str | None = None, lo
 def push(folder: Path, name: str) -> None:
     """Upload a folder to the hub, as the user of HF_TOKEN or of `hf auth login`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
     try:
         api = HfApi()
         api.create_repo(name, exist_ok=True)
         print(f"uploaded: {api.upload_folder(repo_id=name, folder_path=folder)}")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # of the hub and of the network, in many types
         sys.exit(f"export_hf.py: {name} was not uploaded: {error}\nLog in with `hf auth login`, or upload the folder by hand")
 
 
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--licence", metavar="NAME", help="of the model, for its card, such as mit or cc-by-4.0")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     for package in ("safetensors", "huggingface_hub"):
         if not find_spec(package):
             sys.exit(f"export_hf.py: {package} must be installed: pip install safetensors huggingface_hub")

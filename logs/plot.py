@@ -311,6 +311,7 @@ def main() -> None:
         if options.table:
             return
         out = options.out or default_name(runs)
+        out = out if out.suffix else out.with_name(f"{out.name}.png")
         draw(groups_of(runs), out)
         print(f"\n{out}")
     except (ValueError, OSError) as error:

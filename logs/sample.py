@@ -55,6 +55,8 @@ def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     words = ["EMBED_FLOAT32=1", *settings, f"INIT_FROM={path}"]  # the table as the file has it
     config, _ = train_gpt.load_config(words, {})
     if config.dtype == "auto" and Path(path).is_file():
+        if settings:
+            raise ValueError(f"{path} does not say its DTYPE, nor do the settings; add the one of the training, such as DTYPE=bfloat16")
         raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as DTYPE=bfloat16 "
                          "NUM_LAYERS=9 (the config event in its .jsonl log has them all)")
     model = train_gpt.GPT(config)
@@ -191,7 +193,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
     parser.add_argument("--score", type=Path, metavar="FILE", help="score a text, or each text of a .jsonl, instead")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters

@@ -153,6 +153,20 @@ esac""")
     assert result.returncode and "torchrun" not in result.stdout
 
 
+def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
+    shutil.rmtree(checkout / ".venv")
+    for word in ("tset", "data/datasets/mine", "--epochs"):
+        result = shell(checkout, "run.sh", word)
+        assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
+    assert "there is no records/presets/x.env" in shell(checkout, "run.sh", "--preset=x").stderr
+    old = checkout / "old-python"
+    old.write_text('#!/bin/sh\ncase "$*" in --version) echo Python 3.10.12 ;; *) exit 1 ;; esac\n')
+    old.chmod(0o755)
+    result = shell(checkout, "-c", "PYTHON=./old-python sh run.sh DEVICE=cpu")
+    assert result.stderr.startswith("run.sh: Python 3.11 or newer is needed, and ./old-python is Python 3.10.12; name one: ")
+    assert not (checkout / ".venv").exists()
+
+
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     stand_in(checkout, "python", """case "$*" in

@@ -157,7 +157,7 @@ def test_mistakes_are_explained(tmp_path, monkeypatch):
         ((tmp_path / "empty", "--tokenizer", "byte260"), "empty' is neither"),
         ((tmp_path / "val_text.bin", "--tokenizer", "byte260"), "is not a token shard.*--headerless"),
         ((tmp_path / "val_odd.bin", "--tokenizer", "byte260", "--headerless"), "val_odd.bin has 3 bytes"),
-        ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin has 0 bytes"),
+        ((tmp_path / "val_none.bin", "--tokenizer", "byte260", "--headerless"), "val_none.bin is empty"),
         ((tmp_path / "val.npy", "--tokenizer", "byte260"), "val.npy is not a .npy file"),
         ((tmp_path / "val_float.npy", "--tokenizer", "byte260"), "val_float.npy does not hold a row of token ids"),
         ((tmp_path / "val_object.npy", "--tokenizer", "byte260"), "val_object.npy is not a .npy file"),

@@ -221,7 +221,7 @@ def test_the_command_reads_its_folder_back(folders, tmp_path):
     assert result.returncode == 0 and "read back by transformers, its logits differ by" in result.stdout, result.stderr
     assert len({entry.stat().st_mode for entry in (tmp_path / "out").iterdir()}) == 1  # whoever reads one can read all
     again = run(REPOSITORY / "logs" / "export_hf.py", path, tmp_path / "out")
-    assert "is not empty: delete it, or choose another folder" in again.stderr
+    assert "is not empty: choose another folder, or delete it if it is an earlier export" in again.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and f'from_pretrained("{tmp_path / "out"}"' in card
 

@@ -15,7 +15,7 @@ import pytest
 import shards
 import sources
 import train_gpt
-from conftest import REPOSITORY, run_here, tiny_config
+from conftest import REPOSITORY, make_shards, run_here, tiny_config
 from test_bytes import write_jsonl
 
 
@@ -118,8 +118,9 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content, wanted", [
-    (b'{"text": "a"}\n{"text": 3}\n', "line 2: not a JSON object"),
-    (b'{"text": "a"}\n{"txt": "b"}\n', "line 2"), (b"not json\n", "line 1"), (b'["text"]\n', "line 1"),
+    (b'{"text": "a"}\n{"text": 3}\n', "line 2: 'text' is no text, but int"),
+    (b'{"text": "a"}\n{"txt": "b"}\n', "line 2: there is no 'text'; use --text-key with one of txt"), (b"not json\n", "line 1"),
+    (b'["text"]\n', "line 1: not a JSON object .*, but list"), (b'{"text": null}\n', "line 1: 'text' is no text, but NoneType"),
     (b'{"text": "\\ud83d"}\n', "line 1"), (b'{"text": "a"}\n \n{"text": "caf\xe9"}\n', "line 3"),
 ])
 def test_bad_documents_are_named(tmp_path, monkeypatch, content, wanted):
@@ -183,7 +184,7 @@ def test_nothing_that_was_there_is_overwritten(tmp_path, monkeypatch):
     source, out = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)]), tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(SystemExit, match="out' is not empty: delete it or choose another folder"):
+    with pytest.raises(SystemExit, match="out' is not empty: choose another folder"):
         make(monkeypatch, out, source, "--tokenizer", "byte260", "--val-docs", 2)
     assert (out / "mine.txt").read_text() == "keep"
     (out / "mine.txt").unlink()
@@ -232,6 +233,7 @@ def test_the_printed_command_is_short_in_the_repository(tmp_path, monkeypatch, c
     ("a.txt", "some text\n".encode("utf-16"), "byte260", "a.txt, document 1: not UTF-8 text; .*iconv -f UTF-16 -t UTF-8"),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "sp300", "not UTF-8 text; it has bytes of 0: UTF-16, which iconv"),
     ("a.txt", b"\x7fELF\0\0\xff\xfe" * 50, "byte260", "not UTF-8 text; it has bytes of 0"),
+    ("a.pdf", b"%PDF-1.5\n\xff\xfe" * 50, "byte260", "not UTF-8 text; it is a PDF or an archive: extract its text first"),
     ("a.txt", "Stra\u00dfe\n".encode("latin-1"), "byte260", "not UTF-8 text; it may be Latin-1 or Windows-1252"),
     ("a.txt", b"", "byte260", "a.txt: there is no text"), ("a.txt", b"", "sp300", "a.txt: there is no text"),
     ("a.txt", b"\n\n\n" * 99, "sp300", "a.txt: there is no text for training, from which a vocabulary"),
@@ -346,6 +348,8 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "link").symlink_to(other)
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "again.txt").symlink_to(folder / "a.txt")
+    make_shards(folder)
+    (folder / "tiny" / "manifest.json").write_text("{}")
     (folder / "dangling.txt").symlink_to(tmp_path / "nowhere")
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / "y.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
@@ -353,11 +357,12 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "latin.csv").write_bytes("gr\u00f6\u00dfe".encode("latin-1") * 99)
     (folder / ".git" / "config").write_text("hidden")
     out = tmp_path / "out"
-    make(monkeypatch, out, folder, "--tokenizer", "byte260", "--val-docs", 1)
+    make(monkeypatch, out, folder, folder / "a.txt", folder, "--tokenizer", "byte260", "--val-docs", 1)
     assert sorted(documents(out, "val") + documents(out, "train")) == sorted(wanted)
     output = capsys.readouterr().out
-    assert "read 9 files; skipped 2 .png, " in output
-    assert all(part in output for part in ("1 .zip", "1 .csv", "1 hidden", "1 no file"))
+    assert "read 9 files; skipped " in output
+    assert all(part in output for part in ("4 .png", "2 .zip", "2 .csv", "2 hidden", "2 no file", "2 data set made here",
+                                           "10 given twice"))
 
 
 def test_a_character_that_the_look_at_a_file_cuts_is_text(tmp_path):
@@ -376,7 +381,7 @@ def test_formats_of_other_packages(tmp_path, monkeypatch, package, name):
         parquet.write_table(module.table({"body": texts, "url": texts}), tmp_path / name)
     else:
         (tmp_path / name).write_bytes(module.compress("".join(f'{{"body": "{text}"}}\n' for text in texts).encode()))
-    with pytest.raises(SystemExit, match="(no column|there is no|KeyError).*'text'.*use --text-key with one of body"):
+    with pytest.raises(SystemExit, match="(no column|there is no) 'text'; use --text-key with one of body"):
         make(monkeypatch, tmp_path / "out", tmp_path / name, "--tokenizer", "byte260")
     make(monkeypatch, tmp_path / "out", tmp_path, "--tokenizer", "byte260", "--val-docs", 3, "--text-key", "body")
     assert documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train") == texts
@@ -421,6 +426,11 @@ def test_documents_between_separators(tmp_path, monkeypatch, capsys):
          "--separator", "<|endoftext|>")
     assert documents(tmp_path / "out", "val") + documents(tmp_path / "out", "train") == texts
     assert "<|endoftext|>" not in capsys.readouterr().out
+    for name in ("c.txt", "d.txt"):
+        (tmp_path / name).write_text(f"one document, {name}\n" * 9)
+    make(monkeypatch, tmp_path / "none", tmp_path / "c.txt", tmp_path / "d.txt", "--tokenizer", "byte260", "--val-docs", 1,
+         "--separator", "ZZZ")
+    assert "warning: --separator 'ZZZ' is in none of the text files" in capsys.readouterr().out
     (tmp_path / "b.txt").write_text("a\nb\n\n\nc\n\nd")
     make(monkeypatch, tmp_path / "blank", tmp_path / "b.txt", "--tokenizer", "byte260", "--val-docs", 1, "--separator", r"\n\n")
     assert documents(tmp_path / "blank", "val") + documents(tmp_path / "blank", "train") == ["a\nb", "c", "d"]

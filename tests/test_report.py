@@ -79,6 +79,10 @@ def test_the_validation_documents_as_text(tmp_path, show):
     smaller.write_text(json.dumps({"kind": "table", "bos": 1, "tokens": [""] * 4 + [chr(byte) for byte in range(99)]}))
     page, end = show(data, "--tokenizer", smaller, "--texts", tmp_path / "texts.jsonl")
     assert "train_gpt.py cannot use this data set" in page and end.startswith("report.py: 1 problems"), end
+    (tmp_path / "texts.jsonl").write_text("mine")
+    assert "texts.jsonl exists: it is where the documents are written" in show(data, "--texts", tmp_path / "texts.jsonl")[1]
+    assert (tmp_path / "texts.jsonl").read_text() == "mine"
+    (tmp_path / "texts.jsonl").unlink()
     page, end = show(data, "--texts", tmp_path / "texts.jsonl")
     assert end is None and f"wrote {tmp_path / 'texts.jsonl'}: 3 validation documents" in page
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]

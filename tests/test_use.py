@@ -104,6 +104,32 @@ def test_weights_without_settings_ask_for_them(trained, tmp_path, script):
         assert "required: model" in usage and "VARIABLE=value" not in usage.splitlines()[-1]
 
 
+def test_settings_may_stand_after_options(trained):
+    folder, *_ = trained
+    result = run_script("sample.py", folder / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings())
+    assert result.returncode == 0 and result.stdout.startswith("a"), result.stderr
+
+
+def test_a_run_is_summarized_and_found_by_its_log(trained, tmp_path):
+    folder, *_ = trained
+    log = next((folder / "logs").glob("*.jsonl"))
+    for name in (log, log.stem):
+        result = run_script("events.py", name, cwd=folder)
+        assert result.returncode == 0 and " bits per byte of the validation text, with " in result.stdout, result.stderr
+    model = run_script("sample.py", log.stem, "--length", "3", cwd=folder)  # in the OUT_DIR that its log names
+    assert model.returncode == 0, model.stderr
+    wrong = run_script("events.py", "nope", cwd=folder)
+    assert wrong.returncode == 1 and wrong.stderr == f"events.py: nope is no log of a run; there are: {log.stem}\n"
+    lines = log.read_text().splitlines()
+    (tmp_path / "cut.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert "the run has not ended; it left no checkpoint" in run_script("events.py", tmp_path / "cut.jsonl").stdout
+    events = [json.loads(line) for line in lines]
+    for event in (event for event in events if event["event"] == "train"):
+        event.update(train_loss=0.1, epoch=5)
+    (tmp_path / "often.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
+    assert "warning: it read its text 5 times and knows it far better" in run_script("events.py", tmp_path / "often.jsonl").stdout
+
+
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
     started = time.monotonic()
     for number, text in enumerate((b'{"TOKENIZER_PATH": ' * 50_000, b'{"TOKENIZER_PATH": ' + b"[" * 900_000, b"x" * 10 ** 8)):
@@ -122,7 +148,7 @@ def test_load_gives_a_notebook_the_model(trained):
     assert 0 < difference.abs().max() < 1  # rounded to 5 bits
     with pytest.raises(ValueError, match="final_model.pt does not say what its model is; add the settings.*NUM_LAYERS=9"):
         sample.load(folder / "final_model.pt")
-    with pytest.raises(ValueError, match="such as DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
+    with pytest.raises(ValueError, match="does not say its DTYPE, nor do the settings; .*DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
         sample.load(folder / "final_model.pt", [word for word in tiny_settings() if not word.startswith("DTYPE=")])
 
 
