@@ -31,7 +31,8 @@ from tokenization import (BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, imp
 BATCH_PIECES = 512  # encoded at a time, or fewer if they are long
 PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces, which bounds the memory
 BATCH_CHARS = 4 * PIECE_CHARS
-FEW_DOCUMENTS, FEW_BYTES = 20, 100_000  # of a validation split whose score is noise
+FEW_BYTES = 100_000  # of a validation split whose score is noise
+FEW_DOCUMENTS, LONG_BYTES = 20, 500_000  # and so it is with few documents, unless they are long
 VAL_FRACTION = 0.05
 LEARNT_TYPES = {"sp": "bpe", "unigram": "unigram"}  # of SentencePiece
 LEARNT = re.compile(rf"({'|'.join(LEARNT_TYPES)})(\d+)")
@@ -244,7 +245,7 @@ def prepare(folder: Path, options) -> str:
     origin = {"made_by": PREPARE, "sources": options.sources, "split": validation}
     notes = reader.report()
     val = splits["val"]
-    if val["documents"] < FEW_DOCUMENTS or val["bytes"] < FEW_BYTES:
+    if val["bytes"] < (LONG_BYTES if val["documents"] < FEW_DOCUMENTS else FEW_BYTES):
         notes.append(f"warning: scores will be noisy: the validation split has {val['documents']:,} documents and "
                      f"{val['bytes']:,} bytes; choose more for it")
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])

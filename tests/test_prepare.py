@@ -451,9 +451,10 @@ def test_bad_documents_are_left_out_on_demand_and_counted(tmp_path, monkeypatch,
 
 def test_a_small_validation_split_is_a_warning(tmp_path, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " * 2000 for i in range(60)])
-    for count, warned in ((3, True), (30, False)):
-        make(monkeypatch, tmp_path / str(count), source, "--tokenizer", "byte260", "--val-docs", count)
-        assert ("warning: scores will be noisy: the validation split has 3 documents" in capsys.readouterr().out) == warned
+    long = write_jsonl(tmp_path / "b.jsonl", [f"{i} " * 100_000 for i in range(6)])
+    for number, (texts, count, warned) in enumerate(((source, 3, True), (source, 30, False), (long, 1, True), (long, 3, False))):
+        make(monkeypatch, tmp_path / str(number), texts, "--tokenizer", "byte260", "--val-docs", count)
+        assert (f"warning: scores will be noisy: the validation split has {count} doc" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.parametrize("tokenizer", ["byte260", "char", "sp280"])
