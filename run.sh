@@ -165,7 +165,7 @@ elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
 fi
 if [[ $PWD == *" "* ]]; then  # PyTorch does not quote its paths for the compiler
   default COMPILE=0
-  echo "The path of this folder has a space, with which PyTorch cannot compile: training takes about twice as long."
+  echo "The path of this folder has a space, with which PyTorch cannot compile: training is slower."
 fi
 # A name of this run, by which the model is found below; a run that is resumed has one.
 [ -n "${RESUME-}" ] || [[ $given == *" RESUME="* ]] || default "RUN_ID=$(date +%Y%m%d-%H%M%S)"

@@ -237,8 +237,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     given = {name: (text, path) for name, text in read_description(path).items()} | given
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
-        names = [*FIELDS, *ELSEWHERE]
-        near = difflib.get_close_matches(name.lstrip("-").upper(), names, 1, 0.85)
+        near = difflib.get_close_matches(name.lstrip("-").upper(), [*FIELDS, *ELSEWHERE], 1, 0.85)
         meant = ELSEWHERE.get(near[0], near[0]) if near else ""
         hint = f"did you mean {meant}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
@@ -1228,7 +1227,8 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
     lr, grad_norm = trainer.optimizers[-1].param_groups[0]["lr"], norm.item()
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
     epoch = step * loader.pieces * loader.stride / loader.tokens
-    cap_ms, mem_mib = trainer.clock.cap_ms, torch.cuda.max_memory_allocated() >> 20
+    cap_ms = trainer.clock.cap_ms
+    mem_mib = torch.cuda.max_memory_allocated() >> 20
     eta_s = max(0.0, min(cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
     cap = f" cap:{time_ms / cap_ms:.1%}" if cap_ms < math.inf else ""
     log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
