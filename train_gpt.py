@@ -53,9 +53,9 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 3
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
 HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or MODEL_DIM",
-         "torchdynamo|compil": "Install what is missing, such as python3-dev, or set COMPILE=0",
+         "torchdynamo|inductor": "Install what is missing, such as python3-dev, or set COMPILE=0",
          "address already in use": "Set another MASTER_PORT",
-         "connection (reset|closed|refused)": "Another rank has ended; its message says why"}
+         "connection (reset|closed|refused)": "Another rank has ended, or MASTER_ADDR is wrong"}
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 # Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
@@ -187,7 +187,8 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
                 f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
-        require(Path(self.run_id).name == self.run_id, f"RUN_ID={self.run_id!r} is a path")
+        require(re.fullmatch(r"([^./\\-][^/\\]*)?", self.run_id),
+                f"RUN_ID={self.run_id!r} must be no path and not begin with . or -")
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
 KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
@@ -222,8 +223,9 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     """The configuration; the text and origin of what was set. Raises ValueError."""
     given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
     for argument in arguments:
-        name, _, text = argument.partition("=")
-        given[name] = (text, "argument")
+        name, is_pair, text = argument.partition("=")
+        require(is_pair, f"{argument!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
+        given[name] = (os.path.expanduser(text), "argument")  # not every shell expands NAME=~/x
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
     with suppress(OSError, ValueError, LookupError, TypeError):  # Validation names the damage
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
@@ -231,7 +233,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         given = {"TOKENIZER_PATH": (path, "manifest"),
                  "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
     path, origin = given.get("INIT_FROM", ("", ""))
-    if Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
+    if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
         path = f"logs/{path}/{MODEL_FILE}"
         given["INIT_FROM"] = (path, origin)
     given = {name: (text, path) for name, text in read_description(path).items()} | given
@@ -505,7 +507,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
     except Exception as error:  # a missing package, a missing or damaged file
         raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but tokenizer "
-            f"{path!r} has {len(lengths)} tokens; set VOCAB_SIZE={len(lengths)}")
+            f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
     table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
     return kind, table, np.array(boundary or [False] * len(lengths))
 
@@ -513,22 +515,26 @@ class Validation:
     """The validation text and its bytes. Raises ValueError if manifest.json counts others."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
+        source = Path(config.data_path, "manifest.json")
+        try:
+            about = json.loads(source.read_bytes()) if source.exists() else {}
+            splits = about.get("splits", {})
+            counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
+            entries = [entry for split in splits.values() for entry in split.get("shards", [])]
+            self.data_sha256 = {entry["file"]: entry.get("sha256") for entry in entries}
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
+        names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
+        extra = ", ".join(sorted(names - self.data_sha256.keys())) if entries else ""
+        require(not extra, f"{source} does not list {extra}; move away what is of another text")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)
         target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
         first_bytes = int(table[tokens[0], 1])  # the first token is text, but no target
         found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
-        path = Path(config.data_path, "manifest.json")
-        try:
-            splits = json.loads(path.read_bytes()).get("splits", {}) if path.exists() else {}
-            val = splits.get("val", {})
-            wanted = [val.get("tokens", found[0]), val.get("decoded_bytes", found[1])]
-            entries = [entry for split in splits.values() for entry in split.get("shards", [])]
-            self.data_sha256 = {entry["file"]: entry.get("sha256") for entry in entries}
-        except (ValueError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}; make the data again") from None
-        require(found == wanted, f"{path} says {wanted} validation tokens and bytes, shards and "
+        wanted = [there if said is None else said for said, there in zip(counts, found)]
+        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
                 f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
         rows = (len(tokens) - 1) // config.train_seq_len
         wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
@@ -1144,11 +1150,11 @@ def find_checkpoint(config: Config) -> dict | None:
     for path in list_checkpoints(config) if auto else [config.resume]:
         try:
             state = read_archive(Path(path).read_bytes())
-            require(state["format"] == CHECKPOINT_FORMAT, f"it has format {state['format']}, "
-                    f"not {CHECKPOINT_FORMAT}: resume it with the script that wrote it")
+            require(state.get("format") == CHECKPOINT_FORMAT, "it is no checkpoint of format "
+                    f"{CHECKPOINT_FORMAT}; one of another script is resumed by that script")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
-            require(auto, f"checkpoint {path} cannot be used: {error}")
+            require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     return None
 
@@ -1165,7 +1171,7 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
         require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
         step, time_ms = state["step"], state["time_ms"]
         require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
-                f"step {step} after {time_ms} ms is not in this run")
+                f"it is of step {step} and {time_ms} ms, not within ITERATIONS")
         trainer.load_state_dict(state)
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
@@ -1367,7 +1373,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
-            f"or differs from TOKENIZER_SHA256={config.tokenizer_sha256}; use that file")
+            f"or not the model's, of TOKENIZER_SHA256={config.tokenizer_sha256}; use its data")
     return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
                    train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
@@ -1413,6 +1419,9 @@ def run(config: Config, overrides: dict, source: str) -> int:
         config = replace(config, run_id=checkpoint["run_id"])
     config = resolve(config, ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
+    model = Path("logs", config.run_id, MODEL_FILE)  # in OUT_DIR, a model may be replaced
+    require(checkpoint or not exports or model.parent != Path(config.out_dir) or not model.exists(),
+            f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to begin with it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
@@ -1438,6 +1447,8 @@ def run(config: Config, overrides: dict, source: str) -> int:
         step, time_ms, path = clock.step, clock.time_ms, checkpoint["path"]
         log.event("resume", f"resumed: step:{step} train_time:{time_ms:.0f}ms from {path}",
                   step=step, train_time_ms=time_ms, file=path)
+    elif config.resume:
+        log.line("RESUME=auto: there is no checkpoint to continue; this run is new")
     del checkpoint
     if config.iterations and config.compile == "1":  # before the first step, of all ranks
         trainer.model.compile(dynamic=False, fullgraph=True)

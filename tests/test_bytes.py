@@ -179,9 +179,9 @@ def test_a_damaged_manifest_is_an_error(tmp_path, text):
 
 def test_vocabulary_and_tokenizer_must_agree(corpus):
     config = tiny_config(tokenizer_path=str(corpus / "normalising.model"), vocab_size=321)
-    with pytest.raises(ValueError, match="VOCAB_SIZE=321.*set VOCAB_SIZE=320"):
+    with pytest.raises(ValueError, match="VOCAB_SIZE=321.*has 320 tokens; set both"):
         train_gpt.load_byte_table(config)
-    with pytest.raises(ValueError, match="VOCAB_SIZE=261.*set VOCAB_SIZE=260"):
+    with pytest.raises(ValueError, match="VOCAB_SIZE=261.*has 260 tokens; set both"):
         train_gpt.load_byte_table(tiny_config(vocab_size=261))
 
 

@@ -48,6 +48,11 @@ def test_arguments_win_over_the_environment():
     assert overrides == {"NUM_LAYERS": ("3", "argument"), "MATRIX_LR": ("1e-3", "environment")}
 
 
+def test_a_home_folder_is_found_by_its_sign_in_an_argument(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert train_gpt.load_config(["DATA_PATH=~/shards"], {})[0].data_path == "/home/ada/shards"
+
+
 def test_choices_may_be_written_in_capitals():
     assert train_gpt.load_config(["DTYPE=BFLOAT16", "ATTN=Math"], {})[0].dtype == "bfloat16"
 
@@ -72,14 +77,16 @@ def test_booleans(text, value):
     ("NUM_KV_HEADS=3", ["NUM_KV_HEADS=3", "NUM_HEADS=8"]),
     ("RUN_ID=a/b", ["RUN_ID", "'a/b'"]),
     ("RUN_ID=../../etc/x", ["RUN_ID", "'../../etc/x'"]),
+    ("RUN_ID=..", ["RUN_ID='..' must be no path and not begin with . or -"]),
+    ("RUN_ID=-x", ["RUN_ID='-x' must be no path"]),
     ("CHECKPOINT_EVERY=300s", ["CHECKPOINT_EVERY", "'300s'"]),
     ("CHECKPOINT_EVERY=-3", ["CHECKPOINT_EVERY=-3", "0 or larger"]),
     ("OPTIMIZER=lion", ["OPTIMIZER", "'lion'", "adamw"]),
     ("LOADER=random", ["LOADER", "'random'", "shuffled"]),
     ("NUM_LAYER=4", ["NUM_LAYER='4'", "did you mean NUM_LAYERS"]),
     ("num_layers=4", ["did you mean NUM_LAYERS"]),
-    ("--num-layers", ["--num-layers", "NUM_LAYERS"]),
-    ("NUM_LAYERS", ["NUM_LAYERS=''", "NUM_LAYERS=9"]),
+    ("--num-layers=4", ["--num-layers", "did you mean NUM_LAYERS"]),
+    ("NUM_LAYERS", ["'NUM_LAYERS' is not NAME=value", "NUM_LAYERS=9"]),
     ("frobnicate", ["frobnicate", "--help"]),
     ("BATCH_SIZE=32", ["BATCH_SIZE='32'", "did you mean TRAIN_BATCH_TOKENS"]),
     ("--learning-rate=1", ["did you mean MATRIX_LR"]), ("lr=1", ["did you mean MATRIX_LR"]),

@@ -182,7 +182,7 @@ def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
-    (dict(VOCAB_SIZE=261), "set VOCAB_SIZE=260"),
+    (dict(VOCAB_SIZE=261), "VOCAB_SIZE=261, but tokenizer 'byte260' has 260 tokens; set both to what the shards were made with"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
     (dict(MICRO_BATCH_TOKENS=31), "MICRO_BATCH_TOKENS=31 is less than a row"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
@@ -300,6 +300,54 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(tmp_path, mon
     assert events(tmp_path, "score")[0]["overrides"]["INIT_FROM"] == ["logs/first/final_model.int8.ptz", "argument"]
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, SEED=2, RESUME="auto", ITERATIONS=6))
     assert events(tmp_path, other)[-1]["step"] == 6  # of the newest run, whose name was made up
+
+
+def test_a_name_that_has_a_model_is_not_used_again(tmp_path, monkeypatch, capsys):
+    """Not even by ITERATIONS=0, which would write an untrained model; a checkpoint may go on, a score writes no model."""
+    data = make_shards(tmp_path)
+    common = dict(OUT_DIR="", RUN_ID="run", CHECKPOINT_EVERY=2)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common))
+    files = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*.*")}
+    for changes in (dict(SEED=2), dict(ITERATIONS=0), dict(RESUME="auto", KEEP_CHECKPOINTS=1)):
+        if "RESUME" in changes:
+            for path in (tmp_path / "logs").rglob("*.pt"):
+                path.unlink()
+        with pytest.raises(SystemExit, match="logs/run/final_model.int8.ptz exists; set another RUN_ID, or INIT_FROM=run to"):
+            run_here(monkeypatch, tmp_path, *tiny_arguments(data, **{**common, **changes}))
+        assert all(path.read_bytes() == old for path, old in files.items() if path.exists())
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, ITERATIONS=0, INIT_FROM="run"))
+    assert events(tmp_path, "run")[-1]["event"] == "final"
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="elsewhere", RUN_ID="run", ITERATIONS=2))
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="elsewhere", RUN_ID="run", ITERATIONS=2))
+
+
+def test_a_model_that_lies_in_logs_is_no_start(tmp_path, monkeypatch):
+    data = make_shards(tmp_path)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="logs"))
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.load_config(list(tiny_arguments(data)), {})[0].init_from == ""
+
+
+@pytest.mark.parametrize("name", ["tiny_train_000000 copy.bin", "tiny_train_000001.bin", "tiny_val_000001.bin"])
+def test_shards_that_the_manifest_does_not_list_are_named(tmp_path, monkeypatch, name):
+    data = make_shards(tmp_path)
+    shards = {split: {"shards": [{"file": path.name} for path in data.glob(f"*_{split}_*.bin")]} for split in ("train", "val")}
+    (data / "manifest.json").write_text(json.dumps({"splits": shards}))
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
+    extra = data / name
+    shards["train"]["shards"] = [entry for entry in shards["train"]["shards"] if entry["file"] != name]
+    (data / "manifest.json").write_text(json.dumps({"splits": shards}))
+    if not extra.exists():
+        write_shard(extra, [1, 2] * 100)
+    with pytest.raises(SystemExit, match=f"manifest.json does not list {name}; move away"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
+
+
+def test_a_damaged_manifest_is_named_before_the_tokens_that_it_would_explain(tmp_path, monkeypatch):
+    data = make_shards(tmp_path)
+    (data / "manifest.json").write_text("{")
+    with pytest.raises(SystemExit, match="manifest.json is damaged: .*make the data again"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, VOCAB_SIZE=7, TOKENIZER_PATH="elsewhere.model"))
 
 
 def test_the_manifest_says_which_tokenizer_the_data_have(tmp_path, monkeypatch):
