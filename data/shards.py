@@ -24,6 +24,7 @@ SHARD_VERSION = 1
 HEADER_BYTES = 1024
 MAX_SHARD_TOKENS = 2**31 - 1  # the header stores the count as int32
 SHARD_TOKENS = 100_000_000
+LEAST_SHARD_TOKENS = 100  # with fewer, a text makes thousands of files
 BLOCK_TOKENS = 1 << 22  # read from a shard at a time
 
 
@@ -123,8 +124,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             raise ValueError(f"--out {options.out!r} is not empty: choose another folder")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
-        if not 0 < options.shard_tokens <= MAX_SHARD_TOKENS:
-            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in 1..{MAX_SHARD_TOKENS}")
+        if not LEAST_SHARD_TOKENS <= options.shard_tokens <= MAX_SHARD_TOKENS:
+            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in {LEAST_SHARD_TOKENS}..{MAX_SHARD_TOKENS}")
         if not find_spec("torch"):  # before hours of encoding
             raise ValueError("PyTorch is missing, without which train_gpt.py cannot check the data set: "
                              "pip install -r requirements.txt")

@@ -179,6 +179,7 @@ class Reader:
         self.skipped = Counter()  # files by reason
         self.bad = []  # what was wrong, and where
         self.marked = Counter()  # documents by marker
+        self.json_files = []  # that were read as plain text
 
     def documents(self, sources: list[str], title: str) -> Iterator[str]:
         """Yield the text of all documents in order, with a progress bar of the files' bytes, packed or not.
@@ -238,6 +239,7 @@ class Reader:
         for file in files:
             by_real.setdefault(os.path.realpath(file), file)
         new = {real: file for real, file in by_real.items() if real not in self.seen}
+        self.json_files += [file for file in new.values() if split_name(file)[0] == ".json"]
         self.skipped["given twice"] += len(by_real) - len(new)
         self.seen |= new.keys()
         self.files += len(new)
@@ -358,6 +360,9 @@ class Reader:
             lines += [f"left out {len(self.bad):,} documents that cannot be read; the first:", *self.bad[:3]]
         if self.separator and not self.has_separators:
             lines.append(f"warning: --separator {self.separator!r} is in none of the text files")
+        if self.json_files:
+            lines.append(f"warning: {self.json_files[0]} and all other .json files are read as plain text; if one is a list of "
+                         "documents, make .jsonl of it: jq -c '.[]' FILE > FILE.jsonl")
         for marker, count in self.marked.items():
             lines.append(f"warning: {count:,} documents contain {marker} as ordinary text; if it stands between documents "
                          f"of text files, use --separator '{marker}'")

@@ -417,6 +417,17 @@ def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
         assert asked[-1] == (*wanted[:2], {"split": wanted[2], "streaming": True})
 
 
+def test_shards_of_a_few_tokens_and_lists_of_documents_are_named(tmp_path, monkeypatch, capsys):
+    listed = tmp_path / "list.json"
+    listed.write_text(json.dumps([{"text": "one document of many"}] * 50, indent=0))
+    for tokens in (-1, 0, 99):
+        with pytest.raises(SystemExit, match=f"--shard-tokens {tokens} must be in 100.."):
+            make(monkeypatch, tmp_path / "out", listed, "--tokenizer", "byte260", "--shard-tokens", tokens)
+    (tmp_path / "more.txt").write_text("more\n" * 5000)
+    make(monkeypatch, tmp_path / "out", listed, tmp_path / "more.txt", "--tokenizer", "byte260", "--val-docs", 1)
+    assert f"warning: {listed} and all other .json files are read as plain text" in capsys.readouterr().out
+
+
 def test_documents_between_separators(tmp_path, monkeypatch, capsys):
     texts = ["one\ntwo", "three", "x" * 40_000, "last"]
     (tmp_path / "a.txt").write_text("<|endoftext|>" + "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
