@@ -40,7 +40,15 @@ def find_model(name: str) -> Path:
             raise ValueError("there is no model in logs/; train one, or name a file")
         return found[-1]
     log = Path("logs", f"{name}.jsonl")
-    folders = [read_events(log)[0]["config"]["OUT_DIR"]] if log.is_file() else [name, Path("logs", name)]
+    if log.is_file() and not Path(name).is_file():
+        events = {event["event"]: event for event in read_events(log)}
+        path = Path(events["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
+        wanted = events.get("export", {}).get("artifact_sha256")
+        if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
+            raise ValueError(f"{path} is the model of a later run with the same OUT_DIR, not of {name}")
+        folders = [path.parent]
+    else:
+        folders = [name, Path("logs", name)]
     for path in (Path(name), *(Path(folder, train_gpt.MODEL_FILE) for folder in folders)):
         if path.is_file():
             return path

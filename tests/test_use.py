@@ -47,7 +47,7 @@ def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
     folder, data, _ = trained
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": [""] * 4 + [chr(i) for i in range(256)]}))
-    with pytest.raises(SystemExit, match=r"other.json is missing or differs from TOKENIZER_SHA256=[0-9a-f]{64}"):
+    with pytest.raises(SystemExit, match=r"other.json is missing or not the model's, of TOKENIZER_SHA256=[0-9a-f]{64}; use its data"):
         run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={other}", "ITERATIONS=0", "COMPILE=0",
                  f"INIT_FROM={folder / 'final_model.int8.ptz'}")
 
@@ -118,6 +118,13 @@ def test_a_run_is_summarized_and_found_by_its_log(trained, tmp_path):
         assert result.returncode == 0 and " bits per byte of the validation text, with " in result.stdout, result.stderr
     model = run_script("sample.py", log.stem, "--length", "3", cwd=folder)  # in the OUT_DIR that its log names
     assert model.returncode == 0, model.stderr
+    (tmp_path / "logs").mkdir()
+    later = tmp_path / "logs" / "first.jsonl"
+    model_path = folder / "final_model.int8.ptz"
+    later.write_text(log.read_text().replace('"OUT_DIR": "."', f'"OUT_DIR": {json.dumps(str(tmp_path))}'))
+    (tmp_path / model_path.name).write_bytes(model_path.read_bytes() + b"later")
+    replaced = run_script("sample.py", "first", cwd=tmp_path)
+    assert replaced.returncode == 1 and "is the model of a later run with the same OUT_DIR, not of first" in replaced.stderr
     wrong = run_script("events.py", "nope", cwd=folder)
     assert wrong.returncode == 1 and wrong.stderr == f"events.py: nope is no log of a run; there are: {log.stem}\n"
     lines = log.read_text().splitlines()
