@@ -123,9 +123,9 @@ def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
             print(f"{run_id} has already finished", flush=True)
             continue
         if state == "begun" and "CHECKPOINT_EVERY" in {**os.environ, **settings}:
-            given.setdefault("RESUME", "auto")
-        elif state == "other":  # nor may a later start resume them
-            shutil.rmtree(ROOT / given["OUT_DIR"] / "checkpoints", ignore_errors=True)
+            given.setdefault("RESUME", "auto")  # its model, if it was written before the end, is replaced
+        else:  # nor may a later start resume its checkpoints, or this one find its model
+            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)
         arguments = [f"{name}={text}" for name, text in given.items()]
         measure_machine(run_id, given, environment)
         status = run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment)

@@ -2,6 +2,7 @@
 
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
+    python records/verify.py FOLDER --diff       also print what its script changes in this checkout's train_gpt.py
 
 The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged
 completely and consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code:
@@ -9,6 +10,7 @@ read it first. --artifacts DIR names the folder of artifacts that are too large 
 """
 
 import argparse
+import difflib
 import re
 import sys
 from contextlib import suppress
@@ -140,7 +142,7 @@ def verify_record(folder: Path, again: bool = False,
         check_texts(folder, submission, findings)
     spread = deviation([score(seed) for seed in seeds])
     notes = [f"{score(computed):.5f} ± {spread:.5f} bits per byte, {count_seeds(seeds)}, at "
-             f"most {computed['bytes_total']:,} bytes; a new best: {'yes' if computed['is_best'] else 'no'}"]
+             f"most {computed['bytes_total']:,} bytes"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again and not (has_artifacts or artifacts):
@@ -163,16 +165,18 @@ def verify_ladder(folder: Path) -> tuple[Findings, list[str]]:
     return findings, []
 
 
-def report(folder: Path, again: bool = False, artifacts: Path | None = None) -> bool:
+def report(folder: Path, again: bool = False, artifacts: Path | None = None, shows_diff: bool = False) -> bool:
     """Print what is found about a record or a ladder; return whether it is accepted."""
+    place = ""
     try:
         if folder.parent.name == "track_speedup_ladder":
             findings, notes = verify_ladder(folder)
         else:
             findings, notes = verify_record(folder, again, artifacts)
+            place = "; a new best" if not findings and load_json(folder / "submission.json")["is_best"] else "; not a new best"
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
-    print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
+    print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")
     kinds = {}
     for finding in findings:
         kinds.setdefault(re.sub(r"[\d.]+", "0", finding), []).append(finding)
@@ -180,6 +184,9 @@ def report(folder: Path, again: bool = False, artifacts: Path | None = None) -> 
         *alike[:3], *[f"and {len(alike) - 3} more of this kind"] * (len(alike) > 3))]
     for line in (*notes, *(f"REFUSED: {line}" for line in lines)):
         print("   ", line)
+    if shows_diff and (folder / "train_gpt.py").is_file():
+        pair = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (ROOT / "train_gpt.py", folder / "train_gpt.py")]
+        sys.stdout.writelines(difflib.unified_diff(*pair, "train_gpt.py", f"{folder.name}/train_gpt.py"))
     return not findings
 
 
@@ -188,12 +195,13 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true",
                         help="hash the data and score the artifacts again; runs the folder's train_gpt.py")
+    parser.add_argument("--diff", action="store_true", help="print what its script changes in this checkout's train_gpt.py")
     parser.add_argument("--artifacts", type=Path, metavar="DIR",
                         help="folder of artifacts that are too large for git")
     options = parser.parse_args()
     require_packages()
     folders = options.folders or record_folders(ROOT / "records")
-    accepted = [report(folder.resolve(), options.rerun, options.artifacts) for folder in folders]
+    accepted = [report(folder.resolve(), options.rerun, options.artifacts, options.diff) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 
 

@@ -315,14 +315,16 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
         return result.stdout
 
     first = script("run.py", *given, "--name", "First", "--blurb", "The first.", *settings)
-    assert "a new best: yes" in first
+    assert ": accepted; a new best" in first
     base = next(track.glob("*_First"))
     second = script("run.py", *given, "--name", "Second", "--blurb", "Slower.", "--base", f"track_tiny/{base.name}",
                     "MATRIX_LR=0.0001")
-    assert "a new best: no" in second and f"against track_tiny/{base.name}" in second
+    assert ": accepted; not a new best" in second and f"against track_tiny/{base.name}" in second
     again = script("run.py", *given, "--seeds", "3,4", "--name", "Third", "--blurb", "As the first.", *settings)
     assert "Third_seed3" in again and "this machine now: {" in again and "has already finished" not in again
-    checked = script("verify.py", "--rerun")
+    (checkout / "train_gpt.py").write_text((checkout / "train_gpt.py").read_text().replace("import gc\n", "import  gc\n"))
+    checked = script("verify.py", "--rerun", "--diff")
+    assert checked.count("\n-import  gc\n+import gc\n") == 3
     assert checked.count(": accepted") == 3 and checked.count("scored again") == 6
     script("leaderboard.py")
     script("leaderboard.py", "--check")

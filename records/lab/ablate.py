@@ -16,6 +16,7 @@ has had: the second falls when the model has learned to copy from context.
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def train(name: str, seed: str, settings: dict[str, str], seconds: float, thread
     given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
              "MAX_WALLCLOCK_SECONDS": str(seconds)}
     if state_of(ROOT, run_id, given, ranks=1) != "finished":
+        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)
         words = [f"{key}={value}" for key, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         result = subprocess.run([sys.executable, "train_gpt.py", *words], cwd=ROOT, env=environment,
