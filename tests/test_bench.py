@@ -1,5 +1,6 @@
 """records/lab/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
 
+import gzip
 import json
 import os
 import re
@@ -94,9 +95,9 @@ def test_the_cpu_tracks_configurations_have_the_shapes_of_its_control_and_of_its
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
-def test_two_commits_are_compared_and_phases_are_timed():
+def test_two_commits_are_compared_and_phases_are_timed_and_profiled(tmp_path):
     command = [sys.executable, str(REPOSITORY / "records" / "lab" / "bench.py"), "cpu-small", "--against", "HEAD",
-               "--phases", "--rounds", "1", "--steps", "2", *TINY.split()]
+               "--phases", "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,6 +118,10 @@ def test_two_commits_are_compared_and_phases_are_timed():
     times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
     assert list(times_ms) == ["load", "forward", "backward", "optimizer"]
     assert 0 < float(times_ms["forward"]) < 10_000
+    trace = json.loads(gzip.decompress((tmp_path / "traces" / "cpu-small.trace.json.gz").read_bytes()))
+    optimizer_steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#Muon.step")]
+    assert len(optimizer_steps) == 3
+    assert "Self CPU time total" in done.stdout and "cpu-small.trace.json.gz" in done.stdout.splitlines()[-2]
 
 
 @pytest.mark.slow

@@ -4,9 +4,13 @@
     python records/lab/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
     python records/lab/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
     python records/lab/bench.py cpu-small --phases               also the phases of a step of this checkout
+    python records/lab/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07. Each commit has its own compiler cache, which is empty at the first start.
+
+--profile DIR writes NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev; with CUDA also
+NAME.memory.pickle, each allocation and where it was made, for https://docs.pytorch.org/memory_viz.
 """
 
 import argparse
@@ -149,6 +153,40 @@ def phases_worker(skip: int, output: str) -> None:
     sys.exit(train_gpt.main())
 
 
+def profile_worker(skip: int, output: str) -> None:
+    """Run train_gpt.py with the arguments of this process. Rank 0 profiles three steps after the first `skip` and writes
+    OUTPUT.trace.json.gz, the slowest kernels to OUTPUT.txt and, with CUDA, OUTPUT.memory.pickle."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import train_gpt
+    plain_step = train_gpt.Trainer.train_step
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
+    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+
+    def train_step(trainer, batches):
+        step, is_main = trainer.clock.step, trainer.ranks.rank == 0
+        if step == skip and is_main:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history()
+            profiler.start()
+        result = plain_step(trainer, batches)
+        if step == skip + 2 and is_main:
+            trainer.ranks.now_ms()  # the device has ended, too
+            profiler.stop()
+            profiler.export_chrome_trace(f"{output}.trace.json.gz")
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(f"{output}.memory.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
+            order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+            text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
+            Path(f"{output}.txt").write_text(text, encoding="utf-8")
+        return result
+
+    train_gpt.Trainer.train_step = train_step
+    sys.exit(train_gpt.main())
+
+
 def git(*arguments: str) -> str:
     """Return the output of a git command in this repository; exit if it fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
@@ -223,13 +261,22 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
         phases = json.loads(output.read_text(encoding="utf-8"))
         rows = {phase: (phase, 1) for phase in phases}
         print(median_table(f"{name}, ms per step", [(checkout, [phases])], rows), flush=True)
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        output = options.profile.resolve() / name
+        long_enough = f"ITERATIONS={max(skip + 3, int(variables['ITERATIONS']))}"
+        command = [*launcher(options.ranks), __file__, "--profile-worker", str(skip), str(output), *arguments, long_enough]
+        measure(command, skip, folder, folder / f"cache{len(sides) - 1}")
+        print(Path(f"{output}.txt").read_text(encoding="utf-8"))
+        print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))), flush=True)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--phases-worker"]:
+    workers = {"--phases-worker": phases_worker, "--profile-worker": profile_worker}
+    if worker := workers.get("".join(sys.argv[1:2])):
         skip, output = sys.argv[2:4]
         del sys.argv[1:4]
-        phases_worker(int(skip), output)
+        worker(int(skip), output)
         return
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,6 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
     parser.add_argument("--phases", action="store_true", help="also time the phases of this checkout's steps")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
