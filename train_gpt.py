@@ -361,7 +361,7 @@ class RunLog:
             path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
         self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
         print(paths[0], flush=True)
-        smi = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else ""
+        smi = subprocess.getoutput("timeout 30 nvidia-smi") if shutil.which("nvidia-smi") else ""
         self.write(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                    f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
 

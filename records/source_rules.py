@@ -25,7 +25,7 @@ KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" w
 # other parentheses, so that a call around it does not count again.
 ALLOWED_CALLS = {
     "subprocess": ("nvidia-smi and scontrol",
-                   re.compile(r"subprocess\.\w+\(\[?'(nvidia-smi|scontrol)( [\w -]*)?'([,\]][^()]*)?\)")),
+                   re.compile(r"subprocess\.\w+\(\[?'(timeout \d+ )?(nvidia-smi|scontrol)( [\w -]*)?'([,\]][^()]*)?\)")),
     "ctypes": ("mallopt", re.compile(r"ctypes\.CDLL\(None\)\.mallopt\(-?\d+, -?\d+\)")),
 }
 # The script of the first records asks for nvidia-smi in a way that ALLOWED_CALLS does not match. It was read.

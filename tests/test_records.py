@@ -407,6 +407,7 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     ("from subprocess import run", "subprocess for more"), ("from os import system", "os.system"),
     ("import os as o", "os as o"),
     ("import subprocess\nsubprocess.getoutput('nvidia-smi; curl x')", "subprocess for more"),
+    ("import subprocess\nsubprocess.getoutput('timeout 30 curl x')", "subprocess for more"),
     ("import subprocess\nsubprocess.getoutput('nvidia-smi' + more)", "subprocess for more"),
     ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run",
      "subprocess for more"),
@@ -420,6 +421,7 @@ def test_scripts_that_can_hide_code_are_refused(line, reason):
 def test_scripts_may_ask_for_the_gpus_and_the_hosts_and_keep_freed_memory():
     assert source_rules.check_script("""import ctypes, re, subprocess
 subprocess.getoutput("nvidia-smi -L")
+subprocess.getoutput("timeout 30 nvidia-smi")
 subprocess.run(["nvidia-smi"], capture_output=True)
 subprocess.check_output(["scontrol", "show", "hostnames"])
 ctypes.CDLL(None).mallopt(-1, 2)

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
+import time
 
 import pytest
 import torch
@@ -369,6 +371,19 @@ def test_the_manifest_says_which_tokenizer_the_data_have(tmp_path, monkeypatch):
     for damaged in ("{", "[]", '{"tokenizer": 3}', '{"tokenizer": {}}'):
         manifest.write_text(damaged)
         assert train_gpt.load_config(words, {})[0].vocab_size == 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("timeout"), reason="the program `timeout` is not here")
+def test_an_nvidia_smi_that_hangs_holds_up_a_run_for_half_a_minute(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho H100\nexec sleep 200\n")
+    program.chmod(0o755)
+    started = time.monotonic()
+    result = run_trainer(tmp_path, *tiny_arguments(make_shards(tmp_path), ITERATIONS=1),
+                         environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert result.returncode == 0 and time.monotonic() - started < 120, result.stderr
+    assert "\nH100\n" in next((tmp_path / "logs").glob("*.txt")).read_text()
 
 
 def test_a_process_says_what_it_waits_for(tmp_path):
