@@ -14,9 +14,8 @@ from log_rules import LAST_MS, ROUNDING, read_folder
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
 AUTHORED = ("name", "author", "github_id", "date", "submitted", "track", "division", "blurb", "base",
-            "hardware", "command", "rules")
+            "hardware", "command")
 GAP_NATS = 0.3  # honest records of a division differ by up to 0.2; one trained on validation text was 0.5 below
-RULES = "2"  # the version of the rules that new records are checked by; the first had no number
 
 
 # ---- The rules of a track ------------------------------------------------------------------------------
@@ -103,25 +102,30 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     track = load_track(folder)
     division = authored["division"]
     base = other_seeds(folder, authored["base"], division, findings)
-    incumbent, rivals = "", []
-    for best in earlier_records(folder, authored):
+    machine = machine_of(seeds[0])
+    incumbent, rivals, their_gap = "", [], None
+    for best in earlier_records(folder, authored, machine):
         refused = Findings()  # a record that is refused itself is passed over
         place = f"{folder.parent.name}/{best['date']}_{best['name']}"
-        rivals = base if place == authored["base"] else other_seeds(folder, place, division, refused)
+        if "commit" in best:  # a line of history
+            counts = {key: best[key] for key in ("val_tokens", "val_bytes")}
+            rivals = [{**counts, **seed} for seed in best["seeds"].values()]
+            their_gap = best["gap"]
+        else:
+            rivals = base if place == authored["base"] else other_seeds(folder, place, division, refused)
+            their_gap = None if refused else loss_gap(rivals)
         if not refused:
             incumbent = place
             break
     against = compare_scores(track, seeds, rivals)
-    gaps = {"gap": {"here": loss_gap(seeds), "incumbent": loss_gap(rivals) if incumbent else None}} if authored.get("rules") else {}
     first = seeds[0]
     per_seed = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds",
-                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "resumed",
-                "rates")
+                "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total", "rates")
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
     return {
-        **claims, **gaps, "val_bpb_original": None if None in originals else statistics.mean(originals),
+        **claims, "machine": machine, "gap": {"here": loss_gap(seeds), "incumbent": their_gap}, "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
@@ -131,6 +135,12 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
         "incumbent": incumbent, "against_incumbent": against,
         "is_best": not incumbent or (against is not None and against["p"] < track.get("p", 0.01)),
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+
+
+def machine_of(seed: dict) -> str:
+    """Return the kind of machine, on which alone records compete: the GPU, or the type of the CPU's products, which is bfloat16
+    where it has units for it (AVX512-BF16, AMX)."""
+    return seed.get("gpu") or f"CPU, {seed['settings']['DTYPE']}"
 
 
 def loss_gap(seeds: list[dict]) -> float:
@@ -210,22 +220,18 @@ def render(claims: dict) -> str:
     lines += [text, "", claims["blurb"], "",
               *table("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | "
                      "total, s | artifact, bytes | with code |", rows)]
-    resumed = [str(seed) for seed, r in results.items() if r["resumed"]]
-    lines += ["", f"Resumed: {', '.join(resumed)}."] if resumed else []
     rows = [[seed, *r["rates"].values()] for seed, r in results.items() if r.get("rates")]
     lines += ["", "The machine, measured just before each seed:", "", *table(
         "| seed | bfloat16, TFLOP/s | float32, TFLOP/s | copy, GB/s |", rows)] if rows else []
     lines += ["", "![curves of the seeds](curve.png)", ""]
-    lines += ["## The best before it", claims["incumbent"] or "None."]
+    lines += [f"## The best before it on this kind of machine ({claims['machine']})", claims["incumbent"] or "None."]
     lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []
     lines += ["", "This is a new best." if claims["is_best"] else "This is not a new best."]
-    if gap := claims.get("gap"):
-        other = gap["incumbent"]
-        lines += [f"The validation loss is {gap['here']:+.2f} nats from the training loss"
-                  + (f"; there, {other:+.2f}." if other is not None else ".")]
-        if other is not None and gap["here"] < other - GAP_NATS:
-            lines += ["**Warning: a validation loss this near to the training loss, or below it, can be that of a model which has "
-                      "seen the validation text. Read the script.**"]
+    here, other = claims["gap"]["here"], claims["gap"]["incumbent"]
+    lines += [f"The validation loss is {here:+.2f} nats from the training loss" + (f"; there, {other:+.2f}." if other is not None else ".")]
+    if other is not None and here < other - GAP_NATS:
+        lines += ["**Warning: a validation loss this near to the training loss, or below it, can be that of a model which has "
+                  "seen the validation text. Read the script.**"]
     lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
     is_repeated = claims["base"] == claims["incumbent"]
     lines += [describe_test(claims["significance"]), ""] if claims["significance"] and not is_repeated else [""]
@@ -242,15 +248,14 @@ def render(claims: dict) -> str:
               f"{claims['hardware']}; {processes}, {environment['threads']} threads each; "
               f"Python {environment['python']}, PyTorch {environment['torch']}. "
               f"Division: {claims['division'] or 'none'}."]
-    lines += [f"Checked by version {claims['rules']} of the rules."] if claims.get("rules") else []
     return "\n".join(lines) + "\n" + NOTES
 
 
 def script_difference(folder: Path, submission: dict) -> str:
     """Return the unified diff from the train_gpt.py of the base, or else of the incumbent, to the folder's; "" if there is
-    none. Records of the first rules had none without a base."""
-    base = submission["base"] or (submission["incumbent"] if submission.get("rules") else "")
-    if not base:
+    none here, since the incumbent's may be in git alone."""
+    base = submission["base"] or submission["incumbent"]
+    if not base or not (folder.parent.parent / base).is_dir():
         return ""
     scripts = (folder.parent.parent / base / "train_gpt.py", folder / "train_gpt.py")
     before, after = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in scripts)

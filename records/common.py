@@ -57,14 +57,19 @@ def load_track(folder: Path) -> dict:
     return load_json(path)
 
 
+def read_history(records: Path) -> list[dict]:
+    """Return the lines of history.jsonl: records whose folders are in git alone, at the `commit` that a line names."""
+    path = records / "history.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
 def record_folders(records: Path) -> list[Path]:
     """Return the folders of all tracks."""
     return sorted(path for track in records.glob("track_*") for path in track.iterdir() if path.is_dir())
 
 
-def state_of(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> str:
-    """Return "finished" or "begun" if logs/RUN_ID.jsonl of the checkout `root` is of its script, these settings (RESUME aside)
-    and this number of ranks; else "other"."""
+def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> bool:
+    """Whether logs/RUN_ID.jsonl of the checkout `root` is a whole run of its script with these settings and ranks."""
     try:
         events = read_events(root / "logs" / f"{run_id}.jsonl")
         logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
@@ -74,12 +79,8 @@ def state_of(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> s
         log = (root / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
         is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
     except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
-        return "other"
-    logged.pop("RESUME", None)
-    wanted.pop("RESUME", None)
-    if not is_same or logged != wanted:
-        return "other"
-    return "finished" if any(event["event"] == "final" for event in events) else "begun"
+        return False
+    return is_same and logged == wanted and any(event["event"] == "final" for event in events)
 
 
 def pairs_of(words: list[str]) -> dict[str, str]:
@@ -164,12 +165,17 @@ def order_of(submission: dict) -> tuple[str, str, str]:
     return submission["date"], submission.get("submitted", ""), submission["name"]
 
 
-def earlier_records(folder: Path, submission: dict) -> list[dict]:
-    """Return the submissions of the same track and division that came before this one, the best first."""
-    earlier = []
+def earlier_records(folder: Path, submission: dict, machine: str) -> list[dict]:
+    """Return the submissions and the lines of history of the same track, division and kind of machine that came before this
+    one, the best first."""
+    others = [line for line in read_history(folder.parent.parent) if line["track"] == folder.parent.name]
     for path in folder.parent.glob("*/submission.json"):
-        with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
-            other = load_json(path)
-            if other["division"] == submission["division"] and order_of(other) < order_of(submission):
+        with suppress(OSError, ValueError):  # in a folder that is refused
+            others.append(load_json(path))
+    earlier = []
+    for other in others:
+        with suppress(LookupError, TypeError, AttributeError):
+            kinds = (other["division"], other["machine"])
+            if kinds == (submission["division"], machine) and order_of(other) < order_of(submission):
                 earlier.append((score(other), order_of(other), other))
     return [other for _, _, other in sorted(earlier, key=lambda entry: entry[:2])]

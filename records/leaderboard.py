@@ -8,39 +8,42 @@ import argparse
 import sys
 from pathlib import Path
 
-from common import ROOT, deviation, load_json, order_of, score, table
+from common import ROOT, deviation, load_json, order_of, read_history, score, table
 
 BEGIN = "<!-- leaderboard -->\n"
 END = "<!-- end of leaderboard -->\n"
 
 
 def record_row(place: int, submission: dict, folder: str) -> list[str]:
-    """Return the cells of one record."""
-    original = [score(result) for result in submission["seed_results"].values()]
+    """Return the cells of one record, or of a line of history."""
+    results = submission.get("seed_results") or submission["seeds"]
+    original = [score(result) for result in results.values()]
     test = submission["against_incumbent"]
-    against = f"{test['difference']:+.4f} bits per byte, p = {test['p']:.1g}" if test else ""
+    against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
     name = f"{submission['date']}_{submission['name']}"
-    return [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", f"{submission['val_bpb']:.4f}",
-            str(len(submission["seeds"])), f"{submission['bytes_total']:,}", "yes" if submission["is_best"] else "no",
-            against, submission["author"], f"[{name}]({folder}/{name})"]
+    link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
+    return [str(place), f"{score(submission):.4f} ± {deviation(original):.4f}", str(len(results)),
+            f"{submission['bytes_total']:,}", f"{submission['hardware']} ({submission['machine'].removeprefix('CPU, ')})",
+            "yes" if submission["is_best"] else "no", against, submission["author"], link]
 
 
 def track_table(folder: Path) -> list[str]:
     """Return the lines about one track: its ladders, and a table for each division that has records, best first."""
     track = load_json(folder / "track.json")
     submissions = [load_json(path) for path in folder.glob("*/submission.json")]
+    submissions += [line for line in read_history(folder.parent) if line["track"] == folder.name]
     ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
     lines = [f"### [{track['title']}]({folder.name})", ""]
     lines += [f"- [{name}]({folder.name}/{name})" for name in ladders]
     lines += ["No record yet."] if not submissions and not ladders else []
     used = {submission["division"] for submission in submissions}
-    for division in [name for name in track.get("divisions", sorted(used)) if name in used]:  # in track.json's order
+    for division in sorted(used, key=lambda name: (name not in track.get("divisions", {}), name)):  # those of old data last
         members = [submission for submission in submissions if submission["division"] == division]
         members.sort(key=lambda submission: (score(submission), order_of(submission)))
         lines += [f"Division `{division}`:", ""] if division else []
         rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
-        lines += [*table("| | bits per byte of the original text | as published (val_bpb) | seeds | bytes | best at its "
-                         "time | against the best before it | by | record |", rows), ""]
+        lines += [*table("| | bits per byte | seeds | bytes | machine | best at its time | against the best before it | by | "
+                         "record |", rows), ""]
     return lines if lines[-1] == "" else [*lines, ""]
 
 

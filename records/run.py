@@ -5,7 +5,7 @@
     python records/run.py ... --base track_10min_1mb_cpu/2026-01-31_Control MATRIX_LR=0.03       on the base's settings
 
 After an interruption, run the same command again: seeds that have finished with these settings and this script are kept, and
-an unfinished one starts again, or from its checkpoint if CHECKPOINT_EVERY is set. The runs are called NAME_seedN.
+an unfinished one starts again. The runs are called NAME_seedN.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 from contextlib import chdir
 
 from claims import check_division, check_request, other_seeds
-from common import FOLDER_NAME, ROOT, Findings, launcher, load_json, load_track, pairs_of, require_packages, state_of
+from common import FOLDER_NAME, ROOT, Findings, has_finished, launcher, load_json, load_track, pairs_of, require_packages
 from events import MAY_DIFFER_BETWEEN_SEEDS
 from log_rules import find_table
 from source_rules import check_script
@@ -118,14 +118,10 @@ def run_seeds(options, settings: dict[str, str], seeds: list[str]) -> list[str]:
         run_id = f"{options.name}_seed{seed}"
         run_ids.append(run_id)
         given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
-        state = state_of(ROOT, run_id, given, options.ranks)
-        if state == "finished":
+        if has_finished(ROOT, run_id, given, options.ranks):
             print(f"{run_id} has already finished", flush=True)
             continue
-        if state == "begun" and "CHECKPOINT_EVERY" in {**os.environ, **settings}:
-            given.setdefault("RESUME", "auto")  # its model, if it was written before the end, is replaced
-        else:  # nor may a later start resume its checkpoints, or this one find its model
-            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)
+        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
         arguments = [f"{name}={text}" for name, text in given.items()]
         measure_machine(run_id, given, environment)
         status = run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment)

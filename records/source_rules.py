@@ -8,7 +8,6 @@ import ast
 import re
 import sys
 from functools import lru_cache
-from hashlib import sha256
 
 from common import Findings
 
@@ -19,6 +18,7 @@ FORBIDDEN_MODULES = {"builtins", "cffi", "code", "imp", "importlib", "marshal", 
 FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
                         "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
                         "os.exec", "os.spawn", "os.posix_spawn")
+MOST_LINES = 2500  # a person reads it; its bytes count anyway
 LONGEST_LINE = 120  # a longer one can hide data
 KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" would hide the names above
 # The only calls of these two modules that a script may make: their purpose, and the text of a whole call. It has no
@@ -28,18 +28,14 @@ ALLOWED_CALLS = {
                    re.compile(r"subprocess\.\w+\(\[?'(timeout \d+ )?(nvidia-smi|scontrol)( [\w -]*)?'([,\]][^()]*)?\)")),
     "ctypes": ("mallopt", re.compile(r"ctypes\.CDLL\(None\)\.mallopt\(-?\d+, -?\d+\)")),
 }
-# The script of the first records asks for nvidia-smi in a way that ALLOWED_CALLS does not match. It was read.
-ACCEPTED_SCRIPTS = {"3f82a1a173129f609441fc05108900126f716498e502d342618e0b862688dc4b"}
 
 
 @lru_cache  # many records have the same script
 def check_script(source: str) -> tuple[str, ...]:
     """Return what is wrong with a script that must be one readable file: length, imports, what it can hide."""
-    if sha256(source.encode("utf-8")).hexdigest() in ACCEPTED_SCRIPTS:
-        return ()
     lines = len(source.splitlines())
     findings = Findings()
-    findings.check(lines < 1500, f"train_gpt.py has {lines} lines, not less than 1,500")
+    findings.check(lines <= MOST_LINES, f"train_gpt.py has {lines:,} lines, more than {MOST_LINES:,}")
     longest = max(map(len, source.splitlines()), default=0)
     findings.check(longest <= LONGEST_LINE, f"train_gpt.py has a line of {longest} characters, more than {LONGEST_LINE}")
     try:

@@ -23,9 +23,9 @@ from pathlib import Path
 from common import ROOT, Findings, hardware, load_json, load_track, require_packages  # first: it finds the reader of logs
 
 import plot
-from claims import AUTHORED, NOTES, RULES, make_claims, render, script_difference
-from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, older_logs, read_events
-from log_rules import is_earlier_part, read_folder
+from claims import AUTHORED, NOTES, make_claims, render, script_difference
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
+from log_rules import read_folder, script_line
 from verify import SMALL_ARTIFACT, report
 
 
@@ -49,7 +49,7 @@ def write_record(folder: Path, authored: dict) -> None:
     paths = [folder / f"train_seed{seed['seed']}.jsonl" for seed in seeds]
     if authored["base"]:
         paths += sorted((folder.parent.parent / authored["base"]).glob("train_seed*.jsonl"))
-    runs = [plot.read_run(str(path)) for path in paths if path.stem.count(".") == 0]
+    runs = [plot.read_run(str(path)) for path in paths]
     plot.draw(plot.groups_of(runs), folder / "curve.png")
 
 
@@ -62,12 +62,9 @@ def copy_run(folder: Path, run_id: str) -> None:
     name = f"train_seed{config['SEED']}"
     if (folder / f"{name}.log").exists():
         raise ValueError(f"{run_id} has the same SEED={config['SEED']} as another run")
-    script = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")[0]
-    older = [path for path in older_logs(text) if is_earlier_part(path, events, script)] if "resume" in last else []
-    for path in (text, *older):
-        part = path.stem.removeprefix(run_id)  # empty, or the time at which the log was renamed
-        shutil.copy(path, folder / f"{name}{part}.log")
-        shutil.copy(path.with_suffix(".jsonl"), folder / f"{name}{part}.jsonl")
+    script, rule, rest = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")
+    (folder / f"{name}.log").write_text(script_line(script) + rule + rest, encoding="utf-8")
+    shutil.copy(text.with_suffix(".jsonl"), folder / f"{name}.jsonl")
     rates = ROOT / "logs" / f"{run_id}.rates.json"
     if rates.is_file():
         shutil.copy(rates, folder / f"rates_seed{config['SEED']}.json")
@@ -104,7 +101,7 @@ def submit(options, run_ids: list[str], command: str = "") -> Path:
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
     ranks = start["world_size"]
     machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
-    authored |= {"hardware": machine, "command": command, "rules": RULES,
+    authored |= {"hardware": machine, "command": command,
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:

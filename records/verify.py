@@ -18,16 +18,16 @@ from hashlib import sha256
 from pathlib import Path
 
 import ladder
-from claims import (AUTHORED, RULES, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
+from claims import (AUTHORED, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
                     script_difference)
 from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, deviation, load_json, load_track, order_of,
-                    record_folders, require_packages, score)
+                    read_history, record_folders, require_packages, score)
 from events import RULE
 from log_rules import read_folder
 from rescore import check_data, check_weights, rerun
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-SEED_FILE = re.compile(r"train_seed(\d+)(?:\.\w+)?\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz|rates_seed(\d+)\.json")
+SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz|rates_seed(\d+)\.json")
 OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
 UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 
@@ -36,7 +36,7 @@ UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 
 
 def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
-    """The folder must have its files and no others; artifacts, needed if small and not superseded, must be the logs'."""
+    """The folder must have its files and no others; artifacts, needed if small, must be the logs'."""
     numbers = {str(seed["seed"]) for seed in seeds}
     for path in sorted(folder.iterdir()):
         match = SEED_FILE.fullmatch(path.name)
@@ -53,6 +53,10 @@ def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: 
 
 def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
     """No artifact may be that of an earlier record, of any track."""
+    for line in read_history(folder.parent.parent):
+        theirs = {result["artifact_sha256"] for result in line["seeds"].values()}
+        same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in theirs]
+        findings.check(not same, f"the artifacts of seeds {same} are those of {line['track']}/{line['date']}_{line['name']}")
     for path in folder.parent.parent.glob("track_*/*/submission.json"):
         with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
             other = load_json(path)
@@ -78,7 +82,7 @@ def check_paths(folder: Path, findings: Findings) -> None:
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jsonl", ".md", ".log"):
             text = path.read_text(encoding="utf-8")
-            below = text.rsplit("\n" + RULE + "\n", 1)[-1]  # the source and the machine are above the rules
+            below = text.rsplit("\n" + RULE + "\n", 1)[-1]  # the machine is above
             lines = [line for line in below.splitlines() if not line.startswith("warning:")]
             hits = sorted({match[1] for line in lines for match in ABSOLUTE_PATH.finditer(line)})
             findings.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
@@ -112,8 +116,6 @@ def read_submission(folder: Path, findings: Findings) -> dict:
     place = f"{authored['track']}/{authored['date']}_{authored['name']}"
     findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json names {place}, not "
                    f"{folder.parent.name}/{folder.name}")
-    rules = "" if folder.name in load_track(folder).get("first_rules", []) else RULES
-    findings.check(authored["rules"] == rules, f"submission.json: rules is {authored['rules']!r}, not {rules!r}")
     submitted = authored["submitted"]
     findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),
                    f"submission.json: submitted {submitted!r} is not on the date {authored['date']}")
@@ -134,7 +136,7 @@ def verify_record(folder: Path, again: bool = False,
     computed = make_claims(folder, submission, seeds, findings)
     compare_claims(submission, computed, findings)
     check_rules(track, submission["division"], seeds, findings)
-    has_artifacts = folder.name not in track.get("superseded", [])
+    has_artifacts = folder.name not in track.get("without_artifacts", [])
     check_files(folder, seeds, has_artifacts, findings)
     check_origin(folder, submission, seeds, findings)
     check_paths(folder, findings)
@@ -146,7 +148,7 @@ def verify_record(folder: Path, again: bool = False,
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again and not (has_artifacts or artifacts):
-        notes.append("not scored again: only the digests of superseded artifacts are kept")
+        notes.append("not scored again: only the digests of its artifacts are kept")
     elif again:
         check_data(seeds[0], findings)  # the seeds have the same settings
         paths = {seed["seed"]: (artifacts or folder) / f"artifact_seed{seed['seed']}.int8.ptz" for seed in seeds}

@@ -85,7 +85,7 @@ def test_without_a_gpu_the_cpu_configurations_are_measured(monkeypatch, capsys):
 
 
 def test_the_cpu_tracks_configurations_have_the_shapes_of_its_control_and_of_its_preset():
-    folder = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-22_Control"
+    folder = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-25_SotuControlTiled"
     settings = json.loads((folder / "submission.json").read_text())["settings"]
     shape = dict(pair.split("=") for pair in bench.CONFIGURATIONS["cpu-track"][0].split())
     assert len(shape) == 6 and all(str(settings[name]) == value for name, value in shape.items())

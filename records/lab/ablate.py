@@ -31,7 +31,7 @@ import torch.nn.functional as F
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
-from common import ROOT, compare_scores, count_cores, deviation, pairs_of, require_packages, state_of, table  # noqa: E402
+from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table  # noqa: E402
 from events import read_events  # noqa: E402
 
 SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
@@ -43,7 +43,7 @@ def train(name: str, seed: str, settings: dict[str, str], seconds: float, thread
     run_id = f"ablate_{name}_{seed}"
     given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
              "MAX_WALLCLOCK_SECONDS": str(seconds)}
-    if state_of(ROOT, run_id, given, ranks=1) != "finished":
+    if not has_finished(ROOT, run_id, given, ranks=1):
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)
         words = [f"{key}={value}" for key, value in given.items()]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
