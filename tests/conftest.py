@@ -22,6 +22,21 @@ import train_gpt  # noqa: E402
 from tiny import (TINY, events, make_shards, make_trainer, one_process, read_checkpoint, silent_log,  # noqa: E402, F401
                   tiny_arguments, tiny_config, write_shard)
 
+
+
+def flash_groups_heads() -> bool:
+    """Whether PyTorch's flash kernel takes grouped heads on CPUs: that of 2.13 does, that of 2.8 does not."""
+    q, k = train_gpt.torch.ones(1, 2, 8, 16), train_gpt.torch.ones(1, 1, 8, 16)
+    with train_gpt.torch.nn.attention.sdpa_kernel(train_gpt.torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        try:
+            train_gpt.causal_attention(q, k, k, "flash")
+        except RuntimeError:
+            return False
+    return True
+
+
+PLAIN_KERNEL = "flash" if flash_groups_heads() else "math"  # what CPUs run if the model is not compiled
+
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(REPOSITORY.parent / "shared" / "tiktoken_cache"))

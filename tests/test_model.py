@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import tiny_config
+from conftest import PLAIN_KERNEL, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -165,13 +165,13 @@ def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
     config = tiny_config(num_heads=4, num_kv_heads=2)
     q, k, v = torch.randn(2, 4, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
     results = []
-    for asked, wanted in (("math", "math"), ("flash", "flash"), ("auto", "flash")):
+    for asked, wanted in (("math", "math"), (PLAIN_KERNEL, PLAIN_KERNEL), ("auto", PLAIN_KERNEL)):
         name = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), CPU)
         flags = torch.backends.cuda
         on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
               "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
         assert name == wanted and [key for key, value in on.items() if value] == [name]
-        results += [train_gpt.causal_attention(q, k, v, kernel) for kernel in ("flash", "math")]  # grouped, repeated
+        results += [train_gpt.causal_attention(q, k, v, kernel) for kernel in (PLAIN_KERNEL, "math")]  # grouped, repeated
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
 
@@ -190,6 +190,7 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
+@pytest.mark.skipif(PLAIN_KERNEL != "flash", reason="this PyTorch's flash kernel takes no grouped heads on CPUs")
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("length", [1, 2, 31, 128])
 def test_flash_attention_computes_what_the_math_kernel_does(heads, length):
@@ -243,9 +244,9 @@ def test_gradients_by_tiles_are_causal():
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), "flash"),
-    (dict(eval_seq_len=2048), "flash"),
-    (dict(compile="0"), "flash"), (dict(dtype="float32"), "tiled"), (dict(compile="0", attn="tiled"), "tiled")])
+    (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), PLAIN_KERNEL),
+    (dict(eval_seq_len=2048), PLAIN_KERNEL),
+    (dict(compile="0"), PLAIN_KERNEL), (dict(dtype="float32"), "tiled"), (dict(compile="0", attn="tiled"), "tiled")])
 def test_tiled_attention_is_for_compiled_models_with_short_rows(changes, wanted):
     config = tiny_config(**{"attn": "auto", "compile": "1", "dtype": "bfloat16", "micro_batch_tokens": 0, **changes})
     assert train_gpt.choose_attention(config, CPU) == wanted

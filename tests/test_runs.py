@@ -15,8 +15,8 @@ import time
 import pytest
 import torch
 import train_gpt
-from conftest import (REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config,
-                      write_shard)
+from conftest import (PLAIN_KERNEL, REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments,
+                      tiny_config, write_shard)
 
 NUMBER = r"-?\d+(\.\d+)?"
 PATTERNS = [
@@ -26,7 +26,7 @@ PATTERNS = [
     r"val_loader:shards pattern=.*/tiny/\*_val_\*\.bin tokens:2976.*",
     r"model_params:\d+",
     r"world_size:1 grad_accum_steps:8.*",
-    r"sdp_backends:cudnn=False flash=True mem_efficient=False math=False.*",
+    rf"sdp_backends:cudnn=False flash={PLAIN_KERNEL == 'flash'} mem_efficient=False math={PLAIN_KERNEL == 'math'}.*",
     r"attention_mode:gqa num_heads:2 num_kv_heads:1",
     r"tie_embeddings:True embed_lr:0.03 head_lr:0.0 matrix_lr:0.02 scalar_lr:0.02",
     r"train_batch_tokens:1024 train_seq_len:32 iterations:4 warmup_steps:1 max_wallclock_seconds:0.000",
