@@ -1,5 +1,6 @@
 """Nothing is lost: resuming, signals, steps that are not finite, hostile and damaged files, two runs at once."""
 
+import contextlib
 import errno
 import io
 import json
@@ -416,6 +417,36 @@ leave(0)
         assert artifacts(tmp_path / name) == artifacts(tmp_path / "whole"), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_path, data, ranks):
+    """SIGKILL to all processes within 0.1 s of a random line, five times; each start resumes by itself."""
+    words = tiny_arguments(data, RUN_ID="run", ITERATIONS=30, VAL_LOSS_EVERY=10, CHECKPOINT_EVERY=3, KEEP_CHECKPOINTS=1,
+                           RESUME="auto", LOADER="shuffled", GPTQ_BATCHES=1, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(REPOSITORY / "train_gpt.py"), *words]
+    options = dict(env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    whole = subprocess.run([*command, "OUT_DIR=whole"], cwd=tmp_path, timeout=240, check=True, **options).stdout.splitlines()
+    first = next(i for i, line in enumerate(whole) if line.startswith("step:0/"))
+    random = np.random.default_rng(ranks)
+    starts = []
+    for kill in range(5):
+        process = subprocess.Popen([*command, "OUT_DIR=killed"], cwd=tmp_path, start_new_session=True, **options)
+        left = first + int(random.integers((len(whole) - first) // 3))
+        while left and process.stdout.readline():
+            left -= 1
+        time.sleep(random.uniform(0, 0.1))
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False).stdout.split()
+        for pid in (*map(int, children), process.pid):  # torchrun's workers have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        starts.append(process.communicate()[0])
+    last = subprocess.run([*command, "OUT_DIR=killed"], cwd=tmp_path, timeout=240, check=False, **options)
+    assert last.returncode == 0 and artifacts(tmp_path / "killed") == artifacts(tmp_path / "whole"), last.stdout
+    resumed = re.search(r"resumed: step:(\d+) ", last.stdout)
+    assert resumed and int(resumed[1]) > 0
+
+
 def signal_in_score(monkeypatch, call):
     """A signal that comes in one of the run's scores: of steps 0, 4, 8, and 9, which is in the export."""
     score, calls = train_gpt.Validation.score, []
@@ -781,7 +812,7 @@ print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).r
 
 
 def test_damaged_weights_are_errors_or_what_they_were(tmp_path):
-    """A short form of records/lab/faults.py, which does 2,000 of them."""
+    """Bytes are changed at random; what loads all the same is what it was, or was damaged in the archive's padding."""
     random, config = np.random.default_rng(3), tiny_config(int8_keep_float_max_numel=100)
     model, artifact = artifact_of(config)
     other = train_gpt.GPT(config)

@@ -1,6 +1,8 @@
 """Using what was trained: artifacts that describe themselves, text and scores from them, and several launchers."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -8,7 +10,6 @@ import zlib
 
 import pytest
 import sample
-import scaling
 import torch
 import train_gpt
 from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config
@@ -324,7 +325,7 @@ def launched(monkeypatch, tmp_path):
         for name, value in {**variables, **more}.items():
             monkeypatch.setenv(name, value)
         numbers = train_gpt.find_ranks()
-        return numbers, train_gpt.os.environ.get("MASTER_ADDR"), train_gpt.os.environ.get("MASTER_PORT")
+        return numbers, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
     launch.nodes = str(nodes)
     return launch
@@ -356,7 +357,7 @@ def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched)
 def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
     """Without MPI: the variables that its mpirun would set. Each rank logs what torchrun's would."""
     folder, data, _ = trained
-    environment = {**train_gpt.os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29617"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29617"}
     processes = []
     for rank in ("0", "1"):
         variables = {**MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}
@@ -371,21 +372,17 @@ def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
     assert found == pytest.approx(wanted, abs=1e-5) and "world_size:2" in outputs[0]
 
 
-def test_what_ranks_communicate():
-    """By hand for the default model and two ranks, whose share of nine matrices is five."""
-    matrix = 512 * 512
-    reduced, gathered = scaling.payloads(train_gpt.Config(dtype="float32"), 2)
-    assert reduced == 4 * 17_059_912
-    assert gathered == 2 * (18 * matrix + 18 * matrix // 2 + 2 * 10 * 2 * matrix)
-    assert scaling.communication_ms(10 ** 9, 5 * 10 ** 8, 4, 10 ** 9) == pytest.approx(1875)
-
-
 @pytest.mark.slow
-def test_the_launchers_that_are_installed_train_the_same():
-    """Those of one machine; records/lab/launchers.py has more. Without the reference run's data, it trains a tiny model."""
-    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "launchers.py"), "--only", "ranks"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False,
-                            env={**train_gpt.os.environ, "GOLDEN_PATH": "none"})
-    print(result.stdout)
-    assert result.returncode == 0, result.stderr
-    assert "| `torchrun`, 4 ranks |" in result.stdout
+@pytest.mark.parametrize("program, options", [("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe"]), ("mpirun.mpich", [])])
+def test_the_mpi_that_is_installed_trains_the_same(trained, tmp_path, program, options):
+    if not shutil.which(program):
+        pytest.skip(f"{program} is not installed")
+    _, data, _ = trained
+    command = [program, *options, "-n", "2", sys.executable, str(REPOSITORY / "train_gpt.py"), *tiny_arguments(data, RUN_ID="mpi")]
+    found = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+                           timeout=240, check=False)
+    assert found.returncode == 0 and "world_size:2" in found.stdout, found.stderr
+    one = run_trainer(tmp_path, *tiny_arguments(data, RUN_ID="one", OUT_DIR="one"))
+    assert one.returncode == 0, one.stderr
+    losses = [[e["train_loss"] for e in events(tmp_path, name) if e["event"] == "train"] for name in ("mpi", "one")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

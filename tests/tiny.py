@@ -1,4 +1,4 @@
-"""Tiny shards, settings and runs, and where the reference run's data are. Shared by the tests and some scripts here."""
+"""Tiny shards, settings and runs, and where the reference run's data are. Shared by the tests."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_gpt  # noqa: E402
