@@ -105,7 +105,7 @@ def summarize(log: Path) -> str:
              f"{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code"]
     if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
         lines.append(f"warning: it read its text {train['epoch']:.0f} times and knows it far better than other text "
-                     f"({train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): train on more text, or for less time")
+                     f"({train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): train on more text or for less time")
     lines += [f"log       {log}; {log.with_suffix('.txt')} also has the script",
               f"model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full",
               f"next      .venv/bin/python logs/sample.py {run} --interactive",

@@ -64,7 +64,7 @@ def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     config, _ = train_gpt.load_config(words, {})
     if config.dtype == "auto" and Path(path).is_file():
         if settings:
-            raise ValueError(f"{path} does not say its DTYPE, nor do the settings; add the one of the training, such as DTYPE=bfloat16")
+            raise ValueError(f"{path} does not say its DTYPE, nor do the settings; add the training's, such as DTYPE=bfloat16")
         raise ValueError(f"{path} does not say what its model is; add the settings of its training, such as DTYPE=bfloat16 "
                          "NUM_LAYERS=9 (the config event in its .jsonl log has them all)")
     model = train_gpt.GPT(config)
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=200, help="maximum tokens per sample (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="keep the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest whose probabilities add up to P (default 0.95)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest with a total of P (default 0.95)")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")

@@ -125,7 +125,8 @@ def make_claims(folder: Path, authored: dict, seeds: list[dict], findings: Findi
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
     return {
-        **claims, "machine": machine, "gap": {"here": loss_gap(seeds), "incumbent": their_gap}, "val_bpb_original": None if None in originals else statistics.mean(originals),
+        **claims, "machine": machine, "gap": {"here": loss_gap(seeds), "incumbent": their_gap},
+        "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
@@ -228,7 +229,8 @@ def render(claims: dict) -> str:
     lines += ["", describe_test(claims["against_incumbent"])] if claims["against_incumbent"] else []
     lines += ["", "This is a new best." if claims["is_best"] else "This is not a new best."]
     here, other = claims["gap"]["here"], claims["gap"]["incumbent"]
-    lines += [f"The validation loss is {here:+.2f} nats from the training loss" + (f"; there, {other:+.2f}." if other is not None else ".")]
+    there = f"; there, {other:+.2f}." if other is not None else "."
+    lines += [f"The validation loss is {here:+.2f} nats from the training loss{there}"]
     if other is not None and here < other - GAP_NATS:
         lines += ["**Warning: a validation loss this near to the training loss, or below it, can be that of a model which has "
                   "seen the validation text. Read the script.**"]

@@ -187,7 +187,8 @@ def report(folder: Path, again: bool = False, artifacts: Path | None = None, sho
     for line in (*notes, *(f"REFUSED: {line}" for line in lines)):
         print("   ", line)
     if shows_diff and (folder / "train_gpt.py").is_file():
-        pair = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (ROOT / "train_gpt.py", folder / "train_gpt.py")]
+        scripts = (ROOT / "train_gpt.py", folder / "train_gpt.py")
+        pair = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in scripts]
         sys.stdout.writelines(difflib.unified_diff(*pair, "train_gpt.py", f"{folder.name}/train_gpt.py"))
     return not findings
 

@@ -430,7 +430,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_
     first = next(i for i, line in enumerate(whole) if line.startswith("step:0/"))
     random = np.random.default_rng(ranks)
     starts = []
-    for kill in range(5):
+    for _ in range(5):
         process = subprocess.Popen([*command, "OUT_DIR=killed"], cwd=tmp_path, start_new_session=True, **options)
         left = first + int(random.integers((len(whole) - first) // 3))
         while left and process.stdout.readline():

@@ -10,8 +10,8 @@ for the same time instead, which counts what a variation costs: use a quiet mach
 with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
 
 p is that of the records' test, one-sided: how often seeds alone would make a variation look this much better than the
-first one. The columns of pairs are the loss of targets whose pair with the token before is new in its row, and of those that the row
-has had: the second falls when the model has learned to copy from context.
+first one. The columns of pairs are the loss of targets whose pair with the token before is new in its row, and of those that the
+row has had: the second falls when the model has learned to copy from context.
 """
 
 import argparse
