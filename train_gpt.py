@@ -45,9 +45,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
-JORDAN = 1.0, [(3.4445, -4.7750, 2.0315)]  # Newton-Schulz: margin of the norm, each step's triple
-POLAR = 1.02, [(8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5), (3.8917, -2.7725, 0.5061),
-               (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)]  # arXiv:2505.16932
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 3
@@ -146,7 +143,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_polar: bool = var(False, "rows of one norm, Polar Express's coefficients")
+    muon_row_norm: bool = var(False, "give the rows of Muon's updates one norm at first")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
@@ -779,16 +776,15 @@ def choose_attention(config: Config, device: torch.device) -> str:
 
 # ---- Optimizers -------------------------------------------------------------------------
 # Each parameter is in one group. Rates follow from the step and the training clock alone.
-def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16, table=JORDAN) -> Tensor:
+def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
     """Move the singular values of matrices (N, rows, columns) close to 1, by Newton-Schulz
     steps in bfloat16 (Jordan 2024, kellerjordan.github.io/posts/muon), multiplied in `compute`."""
     x = updates.bfloat16()
-    margin, coefficients = table
-    x = x / (margin * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
-    for i in range(steps):
-        a, b, c = coefficients[min(i, len(coefficients) - 1)]
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(steps):
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
@@ -799,8 +795,7 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum; matrices of one shape share a tensor (N, rows, columns)."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
-        self.ranks, self.steps = ranks, config.muon_backend_steps
-        self.table = POLAR if config.muon_polar else JORDAN
+        self.config, self.ranks = config, ranks
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
         self.compute = torch.float32 if slow else torch.bfloat16  # a thousand times faster
         self.banks = {}  # matrices by their shape
@@ -822,9 +817,9 @@ class Muon(torch.optim.Optimizer):
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
-            if self.table is POLAR:
+            if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
-            updates = orthogonalize(updates, self.steps, self.compute, self.table)
+            updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5
             if self.ranks.world_size > 1:
                 part = updates.contiguous()

@@ -32,6 +32,9 @@ sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 
 
+RENAMED = {"MUON_POLAR": "MUON_ROW_NORM"}  # variables of the scripts of older records
+
+
 def run_seed(command: list[str], environment: dict[str, str]) -> int:
     """Run the trainer and return its exit status. SIGTERM is passed on; on Ctrl-C, which the trainer receives itself, wait
     for its checkpoint."""
@@ -58,7 +61,8 @@ def plan_settings(options) -> dict[str, str]:
             raise ValueError(f"--base {options.base!r} must be one of {', '.join(sorted(bases))}")
         submission = load_json(ROOT / "records" / options.base / "submission.json")
         options.division = options.division or submission["division"]
-        settings = {name: os.environ.get(name, str(value)) for name, value in submission["settings"].items()}
+        settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
+        settings = {name: os.environ.get(name, value) for name, value in settings.items()}
     settings |= pairs_of(options.settings)
     allowed = load_track(folder_of(options, time.gmtime())).get("settings", {})
     if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU

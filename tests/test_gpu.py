@@ -40,7 +40,7 @@ SMALL = {"NUM_LAYERS": 4, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "
          "TRAIN_BATCH_TOKENS": 4096, "VAL_BATCH_SIZE": 65536, "ITERATIONS": 20, "WARMUP_STEPS": 1, "WARMDOWN_ITERS": 5,
          "TIED_EMBED_LR": 0.01, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0, "TRAIN_LOG_EVERY": 1, "COMPILE": 0,
          "DTYPE": "float32", "MATMUL_PRECISION": "highest", "RUN_ID": "run"}
-RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "MLP_SLOPE": 0.5, "ROPE_DIMS": 16, "MUON_POLAR": 1,
+RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "MLP_SLOPE": 0.5, "ROPE_DIMS": 16, "MUON_ROW_NORM": 1,
           "EMBED_FLOAT32": 1, "GPTQ_BATCHES": 1, "EXPORT_BITS": 5, "EXPORT_CODER": "huffman"}  # as in the presets
 # Losses of about 4 nats over 20 steps. In float32, another order of summation changes them by 1e-4 on a CPU.
 FLOAT32_LIMIT = 2e-3
@@ -328,7 +328,7 @@ def test_losses_are_those_of_the_cpu_in_float32(run_once, dtype, limit):
 
 @pytest.mark.parametrize("compiled", [0, 1])
 def test_the_presets_switches_compute_what_they_do_on_the_cpu(run_once, compiled):
-    """Muon's updates are in bfloat16, and Polar Express's coefficients are steep, so the limit is the one for 16 bits."""
+    """Muon's updates are in bfloat16, so the limit is the one for 16 bits."""
     folder = run_once("cuda", **RECIPE, COMPILE=compiled)
     torch.compiler.reset()
     title = f"the presets' switches, COMPILE={compiled}, and the CPU"

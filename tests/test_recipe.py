@@ -14,7 +14,7 @@ from test_model import SWITCHES, trained_like
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 ALL = [*({name: value} for name, value in SWITCHES.items()), SWITCHES]
 RECIPE = {**{name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()},
-          "MUON_POLAR": 1, "WARMDOWN_FRACTION": 0.5, "EMBED_FLOAT32": 1,
+          "MUON_ROW_NORM": 1, "WARMDOWN_FRACTION": 0.5, "EMBED_FLOAT32": 1,
           "GPTQ_BATCHES": 1, "EXPORT_BITS": 5, "EMBED_BITS": 6, "EXPORT_CODER": "huffman", "EVAL_STRIDE": 8,
           "INT8_KEEP_FLOAT_MAX_NUMEL": 100, "SIZE_CAP": 50_000}
 
@@ -64,22 +64,14 @@ def test_warmdown_as_a_fraction_of_the_time_or_of_the_steps():
         assert train_gpt.rate_factor(config, 10, elapsed_ms) == pytest.approx(wanted)
 
 
-def test_polar_express_moves_singular_values_closer_to_one():
-    torch.manual_seed(0)
-    matrices = torch.randn(2, 32, 48)
-    spread = [(torch.linalg.svdvals(train_gpt.orthogonalize(matrices, 5, torch.float32, table).float()) - 1).abs().max()
-              for table in (train_gpt.JORDAN, train_gpt.POLAR)]
-    assert spread[1] < 0.2 < spread[0]
-
-
-def test_polar_express_begins_with_rows_of_one_norm():
+def test_updates_begin_with_rows_of_one_norm():
     torch.manual_seed(0)
     p, grad = torch.nn.Parameter(torch.zeros(16, 48)), torch.randn(16, 48) * torch.logspace(-2, 2, 16)[:, None]
-    muon = train_gpt.Muon([{"params": [p], "lr": 0.02, "weight_decay": 0.0}], tiny_config(muon_polar=True), one_process())
+    muon = train_gpt.Muon([{"params": [p], "lr": 0.02, "weight_decay": 0.0}], tiny_config(muon_row_norm=True), one_process())
     p.grad = grad.clone()
     muon.step()
     rows = grad / grad.norm(dim=1, keepdim=True)
-    update = train_gpt.orthogonalize(rows[None], 5, table=train_gpt.POLAR)[0]
+    update = train_gpt.orthogonalize(rows[None], 5)[0]
     torch.testing.assert_close(p.data, -0.02 * update.float(), rtol=0, atol=5e-4)
 
 

@@ -39,7 +39,7 @@ CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
                   "TRAIN_BATCH_TOKENS=4096", 20, 1 << 16),  # of the control record
     "cpu-preset": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 MLP_MULT=3 VOCAB_SIZE=2048 TRAIN_SEQ_LEN=256 "
                    "TRAIN_BATCH_TOKENS=4096 SHIFT_KEYS=1 SMEAR=1 EXCLUSIVE_ATTN=1 MLP_SLOPE=0.5 ROPE_DIMS=32 EMBED_FLOAT32=1 "
-                   "LOGIT_SOFTCAP=10 MUON_POLAR=1 MUON_MOMENTUM=0.95 WEIGHT_DECAY=0.05", 40, 1 << 16),  # of cpu_1mb_avx2.env
+                   "LOGIT_SOFTCAP=10 MUON_ROW_NORM=1 MUON_MOMENTUM=0.95 WEIGHT_DECAY=0.05", 40, 1 << 16),  # of cpu_1mb_avx2.env
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
