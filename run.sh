@@ -156,8 +156,7 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
 fi
 
 if [ -n "$preset" ]; then
-  # shellcheck disable=SC2046
-  default $(grep -v '^#' "$preset")
+  arguments+=("@$preset")
 elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
   default NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=8192 \
     VAL_BATCH_SIZE=65536 MAX_WALLCLOCK_SECONDS=120 WARMUP_STEPS=2 WARMDOWN_ITERS=80 VAL_LOSS_EVERY=100 \

@@ -5,8 +5,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
     python train_gpt.py ITERATIONS=0 INIT_FROM=RUN_ID      score that run's model
 
-Set variables in the environment or as NAME=value arguments; arguments win. In shapes,
-B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
+Set variables in the environment or as NAME=value arguments; arguments win. @FILE names a file
+of such lines, over which both win. In shapes, B is rows, T tokens, V vocabulary, D width,
+H query heads, K key/value heads, C head width.
 """
 import ctypes
 import difflib
@@ -219,10 +220,16 @@ def read_description(path: str) -> dict[str, str]:
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError."""
     given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
+    from_files = {}
     for argument in arguments:
-        name, is_pair, text = argument.partition("=")
-        require(is_pair, f"{argument!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
-        given[name] = (os.path.expanduser(text), "argument")  # not every shell expands NAME=~/x
+        is_file = argument.startswith("@")
+        text = Path(argument[1:]).read_text(encoding="utf-8") if is_file else argument
+        for line in re.findall("(?m)^[^#\n].*", text):
+            name, is_pair, value = line.partition("=")
+            require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
+            pair = (os.path.expanduser(value), argument if is_file else "argument")  # NAME=~/x
+            (from_files if is_file else given)[name] = pair
+    given = from_files | given
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
     with suppress(OSError, ValueError, LookupError, TypeError):  # Validation names the damage
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
@@ -514,8 +521,7 @@ class Validation:
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
         try:
-            about = json.loads(source.read_bytes()) if source.exists() else {}
-            splits = about.get("splits", {})
+            splits = (json.loads(source.read_bytes()) if source.exists() else {}).get("splits", {})
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = [entry for split in splits.values() for entry in split.get("shards", [])]
             self.data_sha256 = {entry["file"]: entry.get("sha256") for entry in entries}

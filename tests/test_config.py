@@ -48,6 +48,20 @@ def test_arguments_win_over_the_environment():
     assert overrides == {"NUM_LAYERS": ("3", "argument"), "MATRIX_LR": ("1e-3", "environment")}
 
 
+def test_a_file_of_settings_gives_way_to_the_environment_and_to_arguments(tmp_path):
+    first, second = tmp_path / "a.env", tmp_path / "b.env"
+    first.write_text("# a preset\n\nNUM_LAYERS=3\nMODEL_DIM=64\nSEED=1\n")
+    second.write_text("MODEL_DIM=128")
+    config, given = train_gpt.load_config(["SEED=3", f"@{first}", f"@{second}"], {"NUM_LAYERS": "5", "SEED": "2"})
+    assert (config.num_layers, config.model_dim, config.seed) == (5, 128, 3)
+    assert given["MODEL_DIM"] == ("128", f"@{second}") and given["NUM_LAYERS"] == ("5", "environment")
+    second.write_text("MODEL_DIMS=128")
+    with pytest.raises(ValueError, match=r"MODEL_DIMS='128' \(@.*b.env\) is not a variable of this script; did you mean MODEL_DIM"):
+        train_gpt.load_config([f"@{second}"], {})
+    with pytest.raises(OSError, match="No such file"):
+        train_gpt.load_config(["@none.env"], {})
+
+
 def test_a_home_folder_is_found_by_its_sign_in_an_argument(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert train_gpt.load_config(["DATA_PATH=~/shards"], {})[0].data_path == "/home/ada/shards"

@@ -198,15 +198,12 @@ def test_a_size_cap_is_for_code_and_artifact_together_and_changes_neither(tmp_pa
 @pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
 def test_presets_train_and_export(tmp_path, monkeypatch, preset):
     """Their switches on a small model: the shape, the data and the clock are the tests'."""
-    lines = [line for line in preset.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    settings = dict(line.split("=", 1) for line in lines)
-    train_gpt.load_config(lines, {})
+    _, settings = train_gpt.load_config([f"@{preset}"], {})
     small = {"MODEL_DIM": 128, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "NUM_LAYERS": 3, "ITERATIONS": 20, "VAL_LOSS_EVERY": 0,
              "MAX_WALLCLOCK_SECONDS": 0, "INT8_KEEP_FLOAT_MAX_NUMEL": 1000, "RUN_ID": "preset"}
     shorter = {"ROPE_DIMS": 16, "EVAL_STRIDE": 16, "EVAL_SEQ_LEN": 48}
     small |= {name: value for name, value in shorter.items() if name in settings}
-    tiny = dict(argument.split("=", 1) for argument in tiny_arguments(make_shards(tmp_path), **small))
-    run_here(monkeypatch, tmp_path, *(f"{name}={value}" for name, value in {**settings, **tiny}.items()))
+    run_here(monkeypatch, tmp_path, f"@{preset}", *tiny_arguments(make_shards(tmp_path), **small))
     log = events(tmp_path, "preset")
     first, final = next(event for event in log if event["event"] == "train"), log[-1]
     assert final["step"] == 20 and final["val_loss"] < first["train_loss"] - 0.1

@@ -796,9 +796,8 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     ("cpu_1mb", "track_10min_1mb_cpu", "sotu", "unigram2048"), ("cpu_1mb_avx2", "track_10min_1mb_cpu", "sotu", "unigram2048")])
 def test_every_preset_passes_the_checks_of_its_track(preset, track, division, tokenizer):
     """All but those of the data, which are not here: its rows and its vocabulary must have a table."""
-    lines = (REPOSITORY / "records" / "presets" / f"{preset}.env").read_text().splitlines()
     rules = json.loads((REPOSITORY / "records" / track / "track.json").read_text())
-    given = [*(line for line in lines if line and not line.startswith("#")), f"DEVICE={rules['settings']['DEVICE'][0]}"]
+    given = [f"@{REPOSITORY}/records/presets/{preset}.env", f"DEVICE={rules['settings']['DEVICE'][0]}"]
     config, overrides = train_gpt.load_config(given, {})
     planned = {name: getattr(config, name.lower()) for name in [*overrides, "MAX_WALLCLOCK_SECONDS", *rules["settings"]]}
     problems = common.Findings()

@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
     options = parser.parse_args()
     try:
-        lines = Path(options.base).read_text(encoding="utf-8").splitlines() if options.base else []
-        common = pairs_of([line for line in lines if line and line[0] != "#"] + options.settings)
+        base = train_gpt.load_config([f"@{options.base}"] if options.base else [], {})[1]
+        common = {name: text for name, (text, origin) in base.items() if origin == f"@{options.base}"} | pairs_of(options.settings)
         names = [words.split()[0] for words in options.variations]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
