@@ -1157,6 +1157,7 @@ def find_checkpoint(config: Config) -> dict | None:
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
+    print("RESUME=auto: there is no checkpoint to continue; this run is new", file=sys.stderr)
     return None
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
@@ -1448,8 +1449,6 @@ def run(config: Config, overrides: dict, source: str) -> int:
         step, time_ms, path = clock.step, clock.time_ms, checkpoint["path"]
         log.event("resume", f"resumed: step:{step} train_time:{time_ms:.0f}ms from {path}",
                   step=step, train_time_ms=time_ms, file=path)
-    elif config.resume:
-        log.line("RESUME=auto: there is no checkpoint to continue; this run is new")
     del checkpoint
     if config.iterations and config.compile == "1":  # before the first step, of all ranks
         trainer.model.compile(dynamic=False, fullgraph=True)

@@ -159,9 +159,9 @@ def test_the_newest_whole_checkpoint_is_found_and_damaged_ones_are_named(checkpo
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
 
 
-def test_without_checkpoints_auto_starts_anew(tmp_path, monkeypatch, data):
+def test_without_checkpoints_auto_starts_anew(tmp_path, monkeypatch, data, capsys):
     log = tiny_run(monkeypatch, tmp_path / "new", data, RESUME="auto", CHECKPOINT_EVERY=1000)
-    assert "RESUME=auto: there is no checkpoint to continue; this run is new" in (tmp_path / "new" / "logs" / "run.txt").read_text()
+    assert "RESUME=auto: there is no checkpoint to continue; this run is new" in capsys.readouterr().err
     assert [e["step"] for e in log if e["event"] == "train"] == list(range(1, 10))
     assert len(checkpoints(tmp_path / "new")) == 1  # of the end, so that the export can be done again
 
