@@ -1417,9 +1417,8 @@ def run(config: Config, overrides: dict, source: str) -> int:
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else None
-    if checkpoint and not config.run_id:
-        config = replace(config, run_id=checkpoint["run_id"])
-    config = resolve(config, ranks)
+    run_id = config.run_id or (checkpoint["run_id"] if checkpoint else "")
+    config = resolve(replace(config, run_id=run_id), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
     model = Path("logs", config.run_id, MODEL_FILE)  # in OUT_DIR, a model may be replaced
     require(checkpoint or not exports or model.parent != Path(config.out_dir) or not model.exists(),
