@@ -1163,8 +1163,8 @@ def find_checkpoint(config: Config) -> dict | None:
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
     """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
     try:
-        old = {**asdict(Config()), **state["config"]}  # defaults for newer variables
-        new = dict.fromkeys(old, "unknown to this script") | asdict(trainer.config)
+        old = {**asdict(Config()), **state["config"]}  # newer switches: defaults; gone ones: off
+        new = {k: v and "unknown to this script" for k, v in old.items()} | asdict(trainer.config)
         may_differ = {f.name for f in fields(Config) if f.metadata["kind"] == "free"}
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
                    for name in old if name not in may_differ and old[name] != new[name]]

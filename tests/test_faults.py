@@ -191,6 +191,11 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     torch.save(state, tmp_path / "silu.pt")
     with pytest.raises(SystemExit, match="it was trained with other settings: NO_SUCH_SWITCH was True and is 'unknown to this script'; undo"):
         tiny_run(monkeypatch, tmp_path / "b", data, RESUME=tmp_path / "silu.pt")
+    del state["config"]["no_such_switch"]
+    state["config"]["switch_that_was_off_and_is_gone"] = False
+    torch.save(state, tmp_path / "older.pt")
+    tiny_run(monkeypatch, tmp_path / "d", data, RESUME=tmp_path / "older.pt")
+    assert artifacts(tmp_path / "d") == artifacts(checkpointed)
     other = make_shards(tmp_path)
     write_shard(other / "tiny_train_000002.bin", np.arange(256) % 256)
     with pytest.raises(SystemExit, match="does not fit this run: it read 14000 tokens, but DATA_PATH has 14256; undo that"):
