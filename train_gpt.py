@@ -227,8 +227,8 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         for line in re.findall("(?m)^[^#\n].*", text):
             name, is_pair, value = line.partition("=")
             require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
-            pair = (os.path.expanduser(value), argument if is_file else "argument")  # NAME=~/x
-            (from_files if is_file else given)[name] = pair
+            origin = argument if is_file else "argument"
+            (from_files if is_file else given)[name] = (os.path.expanduser(value), origin)
     given = from_files | given
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
     with suppress(OSError, ValueError, LookupError, TypeError):  # Validation names the damage
@@ -529,7 +529,7 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         extra = ", ".join(sorted(names - self.data_sha256.keys())) if entries else ""
-        require(not extra, f"{source} does not list {extra}; move away what is of another text")
+        require(not extra, f"{source} does not list {extra}; move away other texts")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)
@@ -1163,7 +1163,7 @@ def find_checkpoint(config: Config) -> dict | None:
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
     """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
     try:
-        old = {**asdict(Config()), **state["config"]}  # newer switches: defaults; gone ones: off
+        old = {**asdict(Config()), **state["config"]}  # new ones: defaults; gone: off
         new = {k: v and "unknown to this script" for k, v in old.items()} | asdict(trainer.config)
         may_differ = {f.name for f in fields(Config) if f.metadata["kind"] == "free"}
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
@@ -1422,7 +1422,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
     model = Path("logs", config.run_id, MODEL_FILE)  # in OUT_DIR, a model may be replaced
     require(checkpoint or not exports or model.parent != Path(config.out_dir) or not model.exists(),
-            f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to begin with it")
+            f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
@@ -1445,9 +1445,9 @@ def run(config: Config, overrides: dict, source: str) -> int:
     log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides)
     if checkpoint:
-        step, time_ms, path = clock.step, clock.time_ms, checkpoint["path"]
-        log.event("resume", f"resumed: step:{step} train_time:{time_ms:.0f}ms from {path}",
-                  step=step, train_time_ms=time_ms, file=path)
+        log.event("resume", f"resumed: step:{clock.step} train_time:{clock.time_ms:.0f}ms "
+                  f"from {checkpoint['path']}", step=clock.step, train_time_ms=clock.time_ms,
+                  file=checkpoint["path"])
     del checkpoint
     if config.iterations and config.compile == "1":  # before the first step, of all ranks
         trainer.model.compile(dynamic=False, fullgraph=True)
