@@ -1,4 +1,4 @@
-"""Folders, tracks, logs, tables and statistics for the scripts of records/, none of which it imports."""
+"""What the scripts of records/ share: folders, starting the trainer, the machine, tables and statistics."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,19 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "logs"))
 
 from events import read_events  # noqa: E402
-
-FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
-ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:,(\[])(/[\w.-]+/[\w./-]+|~/[\w./-]+|[A-Za-z]:\\\S+)""")
-
-
-class Findings(list):
-    """The reasons for which a folder is refused, as lines of text."""
-
-    def check(self, holds: object, text: str) -> bool:
-        """Add `text` unless `holds`; return whether it holds."""
-        if not holds:
-            self.append(text)
-        return bool(holds)
 
 
 def require_packages() -> None:
@@ -39,33 +25,27 @@ def require_packages() -> None:
         sys.exit(f"{' and '.join(missing)} must be installed: pip install -r requirements-dev.txt")
 
 
-def is_close(a: float, b: float, tolerance: float) -> bool:
-    """Whether two finite numbers are equal up to `tolerance`, relative above 1 and absolute below."""
-    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
-
-
 def load_json(path: Path):
     """Parse a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def load_track(folder: Path) -> dict:
-    """Return the rules of the track that a record folder is in. Raises ValueError if it is in none."""
-    path = folder.parent / "track.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is not in a track: {path} is missing")
-    return load_json(path)
+# ---- The trainer ---------------------------------------------------------------------------------------
 
 
-def read_history(records: Path) -> list[dict]:
-    """Return the lines of history.jsonl: records whose folders are in git alone, at the `commit` that a line names."""
-    path = records / "history.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+def pairs_of(words: list[str]) -> dict[str, str]:
+    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{word!r} is not VARIABLE=value")
+    return dict(word.split("=", 1) for word in words)
 
 
-def record_folders(records: Path) -> list[Path]:
-    """Return the folders of all tracks."""
-    return sorted(path for track in records.glob("track_*") for path in track.iterdir() if path.is_dir())
+def launcher(ranks: int) -> list[str]:
+    """Return the command that starts a Python script with this many processes on this machine."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> bool:
@@ -83,19 +63,7 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
     return is_same and logged == wanted and any(event["event"] == "final" for event in events)
 
 
-def pairs_of(words: list[str]) -> dict[str, str]:
-    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{word!r} is not VARIABLE=value")
-    return dict(word.split("=", 1) for word in words)
-
-
-def launcher(ranks: int) -> list[str]:
-    """Return the command that starts a Python script with this many processes on this machine."""
-    if ranks == 1:
-        return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+# ---- The machine ---------------------------------------------------------------------------------------
 
 
 def gpu_names() -> list[str]:
@@ -120,10 +88,12 @@ def hardware(most_gpus: int | None = None) -> str:
         return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        match = re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))
-        model = match[1] if match else model
+    if cpuinfo.is_file() and (match := re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))):
+        model = match[1]
     return f"{count_cores()} cores of {model}"
+
+
+# ---- Tables and statistics -----------------------------------------------------------------------------
 
 
 def table(header: str, rows) -> list[str]:
@@ -158,24 +128,3 @@ def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | 
     test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
     return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
             "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
-
-
-def order_of(submission: dict) -> tuple[str, str, str]:
-    """Return the key that sorts by time: the date, the time of submission (older records have none), the name."""
-    return submission["date"], submission.get("submitted", ""), submission["name"]
-
-
-def earlier_records(folder: Path, submission: dict, machine: str) -> list[dict]:
-    """Return the submissions and the lines of history of the same track, division and kind of machine that came before this
-    one, the best first."""
-    others = [line for line in read_history(folder.parent.parent) if line["track"] == folder.parent.name]
-    for path in folder.parent.glob("*/submission.json"):
-        with suppress(OSError, ValueError):  # in a folder that is refused
-            others.append(load_json(path))
-    earlier = []
-    for other in others:
-        with suppress(LookupError, TypeError, AttributeError):
-            kinds = (other["division"], other["machine"])
-            if kinds == (submission["division"], machine) and order_of(other) < order_of(submission):
-                earlier.append((score(other), order_of(other), other))
-    return [other for _, _, other in sorted(earlier, key=lambda entry: entry[:2])]

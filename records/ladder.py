@@ -2,7 +2,7 @@
 
     python records/ladder.py --shape 124M DATA_PATH=data/datasets/mine_gpt2          GPT-2's size, for a GPU
     python records/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
-    python records/ladder.py --report records/track_speedup_ladder/2026-01-31_A100   prints a folder's README.md
+    python records/ladder.py --report records/track_speedup_ladder/2026-11-21_small  prints a folder's README.md
 
 Bring your own text, in GPT-2 tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, as
 each rung ends with export and score. NAME=value arguments apply to every rung. A rung whose ATTN or COMPILE=1 does
@@ -23,13 +23,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common import ABSOLUTE_PATH, ROOT, count_cores, gpu_names, hardware, launcher, load_json, pairs_of, table
+from common import ROOT, count_cores, gpu_names, hardware, launcher, load_json, pairs_of, table
 from events import read_events
 from plot import mfu_of
-
-sys.path.insert(0, str(ROOT))
-
-import train_gpt  # noqa: E402
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
@@ -55,9 +51,8 @@ RUNGS = [  # name; the settings that it adds
     ("weight decay, fused AdamW", "WEIGHT_DECAY=0.1 FUSED=1"),
     ("gradient accumulation, 4 times", "ACCUMULATE=4"),
     ("two ranks (DDP)", "RANKS=2")]
-VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
 UNTIMED = 10  # steps before those that are timed
-UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.MULTILINE | re.DOTALL)
+UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.M)
 
 
 def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:
@@ -78,69 +73,37 @@ def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -
     return result
 
 
-def unavailable(output: str) -> str:
-    """Return why ATTN or COMPILE=1 does not run here, as train_gpt.py says at the end of `output`: one line without
-    absolute paths; empty if it failed for another reason."""
-    match = UNAVAILABLE.search(output)
-    line = " ".join(match[1].split())[:300] if match else ""
-    return ABSOLUTE_PATH.sub(lambda path: path[0].replace(path[1], "PATH"), line).replace("`", "'")
-
-
 def climb(folder: Path, shape: str, extra: list[str]) -> None:
     """Run all rungs, one after another, in a folder of their own, and keep their .jsonl logs. Skip those that this
     machine cannot run. Raises ValueError if one fails otherwise, or the first one; then nothing is left."""
     about = {"hardware": hardware(), "shape": shape, "extra": extra, "skipped": {}}
     skipped = about["skipped"]
-    if int(rung_settings(shape, extra)[0][1]["ITERATIONS"]) < UNTIMED + 3:
-        raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
     with tempfile.TemporaryDirectory() as place:
         Path(place, "data").symlink_to(ROOT / "data")  # so that logs have the same relative paths everywhere
         logs = Path(place, "ladder")
         logs.mkdir()
         for number in range(1, len(RUNGS) + 1):
             name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
-            environment = {name: text for name, text in os.environ.items() if name not in VARIABLES}
+            environment = {name: text for name, text in os.environ.items() if name not in settings}
             if ranks > 1:
                 environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
             arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
             command = [*launcher(ranks), str(ROOT / "train_gpt.py"), *arguments]
             if ranks > 1 and len(gpu_names()) == 1 and settings.get("DEVICE") != "cpu":
-                reason = "there is one GPU"
+                skipped[name] = "there is one GPU"
             else:
                 result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-                reason = unavailable(result.stderr) if result.returncode and number > 1 else ""
-            if reason:
-                skipped[name] = reason
-                print(number, name, "is skipped:", reason, flush=True)
-                continue
-            if result.returncode:
-                raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
-            shutil.copy(Path(place, "logs", "rung.jsonl"), logs / f"rung{number:02d}.jsonl")
-            print(number, name, flush=True)
+                lacks = UNAVAILABLE.search(result.stderr)
+                if result.returncode and not (lacks and number > 1):
+                    raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
+                if result.returncode:
+                    skipped[name] = lacks[1].replace("`", "'")[:300]
+                else:
+                    shutil.copy(Path(place, "logs", "rung.jsonl"), logs / f"rung{number:02d}.jsonl")
+            print(number, name, f"is skipped: {skipped[name]}" if name in skipped else "", flush=True)
         (logs / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (logs / "README.md").write_text(report(logs), encoding="utf-8")
         shutil.copytree(logs, folder)
-
-
-def check_rungs(folder: Path) -> list[str]:
-    """Return what is wrong with a ladder's logs: one script must have run each rung with the settings of all rungs up
-    to it, except those that were skipped."""
-    about = load_json(folder / "ladder.json")
-    skipped = about.get("skipped", {})
-    found, codes = [], set()
-    for number, (name, settings, ranks) in enumerate(rung_settings(about["shape"], about["extra"], skipped), 1):
-        if name in skipped:
-            continue
-        events = read_events(folder / f"rung{number:02d}.jsonl")
-        given = {key: text for key, (text, origin) in events[0]["overrides"].items()
-                 if origin != "manifest" and key not in ("RUN_ID", "OUT_DIR")}
-        if given != settings or events[0]["world_size"] != ranks:
-            found.append(f"rung{number:02d}.jsonl was not run with the settings of {name!r}")
-        clock = [event["train_time_ms"] for event in events if event["event"] == "train"]
-        if clock != sorted(clock) or len(clock) != int(settings["ITERATIONS"]):
-            found.append(f"rung{number:02d}.jsonl: steps are missing, or the clock goes backwards")
-        codes.add(next(event["code_sha256"] for event in events if event["event"] == "export"))
-    return found + ["the rungs have not run the same train_gpt.py"] * (len(codes) > 1)
 
 
 def measure(path: Path) -> tuple[float, list[str]]:
@@ -209,13 +172,9 @@ def main() -> None:
         folder = ROOT / "records" / "track_speedup_ladder" / f"{date}_{options.name or options.shape}"
         if folder.exists():
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
-        own = {"RUN_ID", "OUT_DIR", *rung_settings(options.shape, [])[-1][1]}  # which the environment does not change
-        given = sorted((VARIABLES & os.environ.keys()) - own)
-        extra = [f"{name}={os.environ[name]}" for name in given] + options.settings
-        for setting in extra:
-            if "=" not in setting or "=/" in setting:
-                raise ValueError(f"{setting!r} must be NAME=value, paths relative (example: DATA_PATH=data/x)")
-        climb(folder, options.shape, extra)
+        if int(rung_settings(options.shape, options.settings)[0][1]["ITERATIONS"]) < UNTIMED + 3:
+            raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
+        climb(folder, options.shape, options.settings)
         print(folder.relative_to(ROOT))
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")

@@ -17,8 +17,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, Findings
+from common import ROOT  # first: it finds the reader of logs
+
 from events import read_events
+from rules import Findings
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
 PREFIX_LOGITS = 1e-3  # float32 logits of a row and of its beginning; 1.4e-5 was measured

@@ -2,7 +2,7 @@
 
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
-    python records/verify.py FOLDER --diff       also print what its script changes in this checkout's train_gpt.py
+    python records/verify.py FOLDER --diff       also print what its script changes in that of its base, or of this checkout
 
 The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged
 completely and consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code:
@@ -13,93 +13,19 @@ import argparse
 import difflib
 import re
 import sys
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-import ladder
-from claims import (AUTHORED, check_rules, compare_claims, count_seeds, describe_test, make_claims, render,
-                    script_difference)
-from common import (ABSOLUTE_PATH, FOLDER_NAME, ROOT, Findings, deviation, load_json, load_track, order_of,
-                    read_history, record_folders, require_packages, score)
-from events import RULE
-from log_rules import read_folder
+from claims import AUTHORED, compare_claims, count_seeds, describe_test, make_claims, render
+from common import ROOT, deviation, load_json, require_packages, score
 from rescore import check_data, check_weights, rerun
+from rules import FOLDER_NAME, Findings, check_rules, earlier_records, load_track, place_of
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz|rates_seed(\d+)\.json")
-OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "script.diff", "curve.png"}
+SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz")
+OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
+MOST_SHOWN = 20  # a forged clock is wrong at each step
 UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
-
-
-# ---- The folder ------------------------------------------------------------------------------------------
-
-
-def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
-    """The folder must have its files and no others; artifacts, needed if small, must be the logs'."""
-    numbers = {str(seed["seed"]) for seed in seeds}
-    for path in sorted(folder.iterdir()):
-        match = SEED_FILE.fullmatch(path.name)
-        known = numbers & {*match.groups()} if match else path.name in OTHER_FILES
-        findings.check(known and path.is_file() and not path.is_symlink(),
-                       f"{path.name} does not belong in a record")
-    for name in ("README.md", "curve.png"):
-        findings.check((folder / name).is_file(), f"{name} is missing")
-    for seed in seeds:
-        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-        if path.is_file() or (has_artifacts and seed["artifact_bytes"] < SMALL_ARTIFACT):
-            check_artifact(path, seed, findings)
-
-
-def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
-    """No artifact may be that of an earlier record, of any track."""
-    for line in read_history(folder.parent.parent):
-        theirs = {result["artifact_sha256"] for result in line["seeds"].values()}
-        same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in theirs]
-        findings.check(not same, f"the artifacts of seeds {same} are those of {line['track']}/{line['date']}_{line['name']}")
-    for path in folder.parent.parent.glob("track_*/*/submission.json"):
-        with suppress(ValueError, LookupError, TypeError, AttributeError):  # in a folder that is refused
-            other = load_json(path)
-            theirs = {result["artifact_sha256"] for result in other["seed_results"].values()}
-            if path.parent != folder and order_of(other) < order_of(submission):
-                same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in theirs]
-                findings.check(not same, f"the artifacts of seeds {same} are those of {path.parent.parent.name}/{path.parent.name}")
-
-
-def check_artifact(path: Path, seed: dict, findings: Findings) -> bool:
-    """Return whether the file is there and is the artifact of the log."""
-    if not findings.check(path.is_file(), f"{path.name} is missing: artifacts under 2 MB belong in the folder, "
-                          "and --artifacts DIR names the folder of larger ones"):
-        return False
-    digest = sha256(path.read_bytes()).hexdigest()
-    found = (path.stat().st_size, digest)
-    return findings.check(found == (seed["artifact_bytes"], seed["artifact_sha256"]),
-                          f"{path.name} is not the artifact of the log: {found[0]} bytes, sha256 {digest}")
-
-
-def check_paths(folder: Path, findings: Findings) -> None:
-    """Nothing that people read, and no setting, may have an absolute path."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jsonl", ".md", ".log"):
-            text = path.read_text(encoding="utf-8")
-            below = text.rsplit("\n" + RULE + "\n", 1)[-1]  # the machine is above
-            lines = [line for line in below.splitlines() if not line.startswith("warning:")]
-            hits = sorted({match[1] for line in lines for match in ABSOLUTE_PATH.finditer(line)})
-            findings.check(not hits, f"{path.name}: absolute paths {hits[:3]}")
-
-
-def check_texts(folder: Path, submission: dict, findings: Findings) -> None:
-    """README.md and script.diff must be what submission.json and the scripts give."""
-    stored = folder / "script.diff"
-    text = stored.read_text(encoding="utf-8") if stored.is_file() else ""
-    findings.check(text == script_difference(folder, submission), "script.diff is not the difference "
-                   "to the train_gpt.py of its base, or else of the best before it; records/submit.py --again rewrites it")
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
-                   "from submission.json; records/submit.py --again rewrites it")
-
-
-# ---- Records and ladders ---------------------------------------------------------------------------------
 
 
 def read_submission(folder: Path, findings: Findings) -> dict:
@@ -113,35 +39,67 @@ def read_submission(folder: Path, findings: Findings) -> dict:
     for key, value in authored.items():
         if findings.check(isinstance(value, str), f"submission.json: {key} is not text") and key != "blurb":
             findings.check(not UNSAFE.search(value), f"submission.json: {key} has a line end, or one of | < >")
-    place = f"{authored['track']}/{authored['date']}_{authored['name']}"
-    findings.check(place == f"{folder.parent.name}/{folder.name}", f"submission.json names {place}, not "
-                   f"{folder.parent.name}/{folder.name}")
+    place = f"{folder.parent.name}/{folder.name}"
+    findings.check(place_of(authored) == place, f"submission.json names {place_of(authored)}, not {place}")
     submitted = authored["submitted"]
     findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),
                    f"submission.json: submitted {submitted!r} is not on the date {authored['date']}")
     return submission
 
 
-def verify_record(folder: Path, again: bool = False,
-                  artifacts: Path | None = None) -> tuple[Findings, list[str]]:
+def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
+    """The folder must have its files and no others; artifacts, needed if small, must be the logs'."""
+    numbers = {str(seed["seed"]) for seed in seeds}
+    for path in sorted(folder.iterdir()):
+        match = SEED_FILE.fullmatch(path.name)
+        known = numbers & {*match.groups()} if match else path.name in OTHER_FILES
+        findings.check(known and path.is_file() and not path.is_symlink(), f"{path.name} does not belong in a record")
+    for name in ("README.md", "curve.png"):
+        findings.check((folder / name).is_file(), f"{name} is missing")
+    for seed in seeds:
+        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
+        if path.is_file() or (has_artifacts and seed["artifact_bytes"] < SMALL_ARTIFACT):
+            check_artifact(path, seed, findings)
+
+
+def check_artifact(path: Path, seed: dict, findings: Findings) -> bool:
+    """Return whether the file is there and is the artifact of the log."""
+    if not findings.check(path.is_file(), f"{path.name} is missing: artifacts under 2 MB belong in the folder, "
+                          "and --artifacts DIR names the folder of larger ones"):
+        return False
+    digest = sha256(path.read_bytes()).hexdigest()
+    found = (path.stat().st_size, digest)
+    return findings.check(found == (seed["artifact_bytes"], seed["artifact_sha256"]),
+                          f"{path.name} is not the artifact of the log: {found[0]} bytes, sha256 {digest}")
+
+
+def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
+    """No artifact may be that of an earlier record, of any track."""
+    for other in earlier_records(folder, submission):
+        same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in other["artifacts"]]
+        findings.check(not same, f"the artifacts of seeds {same} are those of {place_of(other)}")
+
+
+def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
     """Return the findings and lines to print about one record folder. `again` scores its artifacts."""
     findings = Findings()
     track = load_track(folder)
-    findings.check(FOLDER_NAME.fullmatch(folder.name),
-                   f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
+    findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
     submission = read_submission(folder, findings)
-    seeds = read_folder(folder, submission.get("division", ""), findings) if not findings else []
     if findings:
         return findings, []
-    computed = make_claims(folder, submission, seeds, findings)
+    computed, seeds = make_claims(folder, submission, findings)
+    if not computed:
+        return findings, []
     compare_claims(submission, computed, findings)
     check_rules(track, submission["division"], seeds, findings)
     has_artifacts = folder.name not in track.get("without_artifacts", [])
     check_files(folder, seeds, has_artifacts, findings)
     check_origin(folder, submission, seeds, findings)
-    check_paths(folder, findings)
     if not findings:
-        check_texts(folder, submission, findings)
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
+                       "from submission.json; records/make.py --again rewrites it")
     spread = deviation([score(seed) for seed in seeds])
     notes = [f"{score(computed):.5f} ± {spread:.5f} bits per byte, {count_seeds(seeds)}, at "
              f"most {computed['bytes_total']:,} bytes"]
@@ -158,38 +116,30 @@ def verify_record(folder: Path, again: bool = False,
     return findings, notes
 
 
-def verify_ladder(folder: Path) -> tuple[Findings, list[str]]:
-    """Return the findings about a ladder: its logs must be of its rungs, and its README.md must follow."""
-    findings = Findings(ladder.check_rungs(folder))
-    findings.check((folder / "README.md").read_text(encoding="utf-8") == ladder.report(folder),
-                   "README.md does not follow from the logs; records/ladder.py --report FOLDER prints it")
-    check_paths(folder, findings)
-    return findings, []
+def script_difference(folder: Path) -> str:
+    """Return the unified diff from the train_gpt.py of the record's base, or else of this checkout, to the folder's."""
+    base = load_json(folder / "submission.json")["base"]
+    before = folder.parent.parent / base if base else ROOT
+    scripts = [(place / "train_gpt.py").read_text(encoding="utf-8").splitlines(keepends=True) for place in (before, folder)]
+    return "".join(difflib.unified_diff(*scripts, f"{base or '.'}/train_gpt.py", f"{folder.name}/train_gpt.py"))
 
 
 def report(folder: Path, again: bool = False, artifacts: Path | None = None, shows_diff: bool = False) -> bool:
-    """Print what is found about a record or a ladder; return whether it is accepted."""
-    place = ""
+    """Print what is found about a record; return whether it is accepted."""
+    place, difference = "", ""
     try:
-        if folder.parent.name == "track_speedup_ladder":
-            findings, notes = verify_ladder(folder)
-        else:
-            findings, notes = verify_record(folder, again, artifacts)
-            place = "; a new best" if not findings and load_json(folder / "submission.json")["is_best"] else "; not a new best"
+        findings, notes = verify_record(folder, again, artifacts)
+        if not findings:
+            place = "; a new best" if load_json(folder / "submission.json")["is_best"] else "; not a new best"
+        if shows_diff:
+            difference = script_difference(folder)
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")
-    kinds = {}
-    for finding in findings:
-        kinds.setdefault(re.sub(r"[\d.]+", "0", finding), []).append(finding)
-    lines = [line for alike in kinds.values() for line in (
-        *alike[:3], *[f"and {len(alike) - 3} more of this kind"] * (len(alike) > 3))]
-    for line in (*notes, *(f"REFUSED: {line}" for line in lines)):
+    more = [f"REFUSED: and {len(findings) - MOST_SHOWN} more"] * (len(findings) > MOST_SHOWN)
+    for line in (*notes, *(f"REFUSED: {line}" for line in findings[:MOST_SHOWN]), *more):
         print("   ", line)
-    if shows_diff and (folder / "train_gpt.py").is_file():
-        scripts = (ROOT / "train_gpt.py", folder / "train_gpt.py")
-        pair = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in scripts]
-        sys.stdout.writelines(difflib.unified_diff(*pair, "train_gpt.py", f"{folder.name}/train_gpt.py"))
+    print(difference, end="")
     return not findings
 
 
@@ -198,12 +148,11 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true",
                         help="hash the data and score the artifacts again; runs the folder's train_gpt.py")
-    parser.add_argument("--diff", action="store_true", help="print what its script changes in this checkout's train_gpt.py")
-    parser.add_argument("--artifacts", type=Path, metavar="DIR",
-                        help="folder of artifacts that are too large for git")
+    parser.add_argument("--diff", action="store_true", help="print what its script changes in that of its base")
+    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="folder of artifacts that are too large for git")
     options = parser.parse_args()
     require_packages()
-    folders = options.folders or record_folders(ROOT / "records")
+    folders = options.folders or sorted(path.parent for path in (ROOT / "records").glob("track_*/*/submission.json"))
     accepted = [report(folder.resolve(), options.rerun, options.artifacts, options.diff) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 

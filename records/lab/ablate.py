@@ -10,8 +10,7 @@ for the same time instead, which counts what a variation costs: use a quiet mach
 with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
 
 p is that of the records' test, one-sided: how often seeds alone would make a variation look this much better than the
-first one. The columns of pairs are the loss of targets whose pair with the token before is new in its row, and of those that the
-row has had: the second falls when the model has learned to copy from context.
+first one.
 """
 
 import argparse
@@ -24,17 +23,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
 
 import train_gpt  # noqa: E402
 from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table  # noqa: E402
 from events import read_events  # noqa: E402
-
-SCORED_TOKENS = 200_000  # of the validation split, for the losses of new and repeated pairs
 
 
 def train(name: str, seed: str, settings: dict[str, str], seconds: float, threads: int) -> list[dict]:
@@ -52,24 +45,6 @@ def train(name: str, seed: str, settings: dict[str, str], seconds: float, thread
         if result.returncode:
             sys.exit(f"ablate.py: {run_id} ended with status {result.returncode}: {result.stderr[-400:]}")
     return read_events(ROOT / "logs" / f"{run_id}.jsonl")
-
-
-@torch.no_grad()
-def loss_by_novelty(run_id: str, overrides: dict) -> tuple[float, float]:
-    """Return the mean loss in nats of targets whose pair with the token before is new in its row, and of the others."""
-    config, _ = train_gpt.load_config([f"{name}={text}" for name, (text, _) in overrides.items()], {})
-    config = train_gpt.replace(config, dtype="float32", attn="math")
-    model = train_gpt.GPT(config)
-    train_gpt.load_weights(model, ROOT / config.out_dir / "final_model.pt")
-    tokens = train_gpt.Validation(config, train_gpt.Ranks(0, 1, torch.device("cpu"))).tokens.astype(np.int64)
-    rows = min(len(tokens) - 1, SCORED_TOKENS) // config.train_seq_len
-    inputs, targets = (tokens[i:][:rows * config.train_seq_len].reshape(rows, -1) for i in (0, 1))
-    is_new = np.zeros(inputs.shape, dtype=bool)
-    for row, pairs in enumerate(inputs * config.vocab_size + targets):
-        is_new[row, np.unique(pairs, return_index=True)[1]] = True
-    batches = zip(torch.from_numpy(inputs).split(16), torch.from_numpy(targets).split(16))
-    nats = torch.cat([F.cross_entropy(model.logits(model.hidden(x)).mT, y, reduction="none") for x, y in batches])
-    return float(nats[is_new].mean()), float(nats[~is_new].mean())
 
 
 def main() -> None:
@@ -118,12 +93,10 @@ def main() -> None:
     finally:
         pool.shutdown(cancel_futures=True)
     results = {}
-    for (name, seed, _), events in zip(trials, logs):
+    for (name, _, _), events in zip(trials, logs):
         last = {event["event"]: event for event in events}
-        novelty = loss_by_novelty(f"ablate_{name}_{seed}", events[0]["overrides"])
         results.setdefault(name, []).append((
-            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], *novelty,
-            last["val"]["step"]))
+            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], last["val"]["step"]))
     rows = []
     scores = {name: [{"val_bpb": number[0], "val_tokens": 1, "val_bytes": 1} for number in numbers]
               for name, numbers in results.items()}  # without a margin, the text's size does not matter
@@ -131,12 +104,12 @@ def main() -> None:
     first = statistics.mean(number[0] for number in results[first_name])
     for name, numbers in results.items():
         test = compare_scores({}, scores[name], scores[first_name]) if name != first_name else None
-        score, exported, size, new, repeated, steps = map(statistics.mean, zip(*numbers))
+        score, exported, size, steps = map(statistics.mean, zip(*numbers))
         spread = deviation([number[0] for number in numbers])
         p = f"{test['p']:.2g}" if test else ""
         rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", p, f"{exported:.4f}",
-                     f"{size:,.0f}", f"{new:.3f}", f"{repeated:.3f}", f"{steps:,.0f}"])
-    header = "| | bits per byte | change | p | after export | artifact, bytes | new pairs | repeated pairs | steps |"
+                     f"{size:,.0f}", f"{steps:,.0f}"])
+    header = "| | bits per byte | change | p | after export | artifact, bytes | steps |"
     print("\n".join(table(header, rows)))
 
 

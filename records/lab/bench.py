@@ -1,13 +1,16 @@
-"""Compare the speed of train_gpt.py between commits, by what its logs say.
+"""Compare the speed of train_gpt.py between commits or settings, by what its logs say.
 
     python records/lab/bench.py                                  this checkout, in the device's configurations
     python records/lab/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
+    python records/lab/bench.py gpu-default --with 'ATTN=flash TORCHINDUCTOR_ENABLE_PDL=1'    this checkout, without and with these
     python records/lab/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
     python records/lab/bench.py cpu-small --phases               also the phases of a step of this checkout
+    python records/lab/bench.py gpu-default --phases --fake-ranks 8    those of rank 0 of eight, whose exchanges only copy
     python records/lab/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
-commit since 8d04a07. Each commit has its own compiler cache, which is empty at the first start.
+commit since 8d04a07. Each side has its own compiler cache, which is empty at the first start. Words of --with that are no
+variables of train_gpt.py go to the environment.
 
 --profile DIR writes NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev; with CUDA also
 NAME.memory.pickle, each allocation and where it was made, for https://docs.pytorch.org/memory_viz.
@@ -25,27 +28,31 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np
 
-from common import ROOT, gpu_names, hardware, launcher, table  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+
+import train_gpt  # noqa: E402
+from common import ROOT, gpu_names, hardware, launcher, pairs_of, table  # noqa: E402
 from events import read_events  # noqa: E402
+from train_gpt import torch  # noqa: E402
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")
+PRESETS = ROOT / "records" / "presets"
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
     "cpu-track": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=6 NUM_KV_HEADS=3 TRAIN_SEQ_LEN=256 "
                   "TRAIN_BATCH_TOKENS=4096", 20, 1 << 16),  # of the control record
-    "cpu-preset": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 MLP_MULT=3 VOCAB_SIZE=2048 TRAIN_SEQ_LEN=256 "
-                   "TRAIN_BATCH_TOKENS=4096 SHIFT_KEYS=1 SMEAR=1 EXCLUSIVE_ATTN=1 MLP_SLOPE=0.5 ROPE_DIMS=32 EMBED_FLOAT32=1 "
-                   "LOGIT_SOFTCAP=10 MUON_ROW_NORM=1 MUON_MOMENTUM=0.95 WEIGHT_DECAY=0.05", 40, 1 << 16),  # of cpu_1mb_avx2.env
+    "cpu-preset": (f"@{PRESETS}/cpu_1mb_avx2.env GPTQ_BATCHES=0 SIZE_CAP=0", 40, 1 << 16),
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
     "gpu-124M": ("NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 "
                  "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VAL_BATCH_SIZE=65536 GRAD_ACCUM_STEPS=1",
-                 50, 1 << 20)}
+                 50, 1 << 20),
+    "gpu-preset": (f"@{PRESETS}/h100_1gpu_16mb.env GPTQ_BATCHES=0 SIZE_CAP=0 EVAL_STRIDE=0", 30, 1 << 20)}
 ROWS = {  # key of a measurement: title, digits
     "tokens_per_s": ("training, tokens/s", 0), "val_tokens_per_s": ("validation, tokens/s", 0),
     "export_s": ("export, s", 2), "peak_mib": ("peak memory, MiB", 0),
@@ -53,10 +60,12 @@ ROWS = {  # key of a measurement: title, digits
     "later_start_s": ("later starts to first step, s", 1)}
 
 
+# ---- Measuring a run -----------------------------------------------------------------------------------
+
+
 def write_data(folder: Path, vocab_size: int, val_tokens: int) -> None:
     """Write shards of random tokens and a vocabulary. Commits before d778ae4 read its "chars", later ones its
     "tokens"."""
-    import numpy as np
     folder.mkdir()
     for split, count in (("train", 1 << 23), ("val", val_tokens + 1)):
         header = np.zeros(256, dtype="<i4")
@@ -90,10 +99,10 @@ def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) ->
     return result
 
 
-def measure(command: list[str], skip: int, folder: Path, cache: Path) -> dict[str, float]:
-    """Run a trainer in a new folder beside the data and return its quantities. Without CUDA, the peak memory
-    is that of its largest process."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict[str, str]) -> dict[str, float]:
+    """Run a trainer in a new folder beside the data, with `more` in its environment, and return its quantities. Without
+    CUDA, the peak memory is that of its largest process."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1", **more}
     is_first = not cache.exists()
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -113,13 +122,35 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path) -> dict[st
     return {"peak_mib": usage.ru_maxrss * unit >> 20, **found}
 
 
+# ---- Inside the trainer's process ----------------------------------------------------------------------
+
+
+def be_rank_0_of(world_size: int) -> None:
+    """Let the trainer of this process be rank 0 of several whose exchanges only copy: all of a step but the wire."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    train_gpt.start_ranks = lambda config: train_gpt.Ranks(0, world_size, torch.device(kind, 0 if kind == "cuda" else None))
+    make_trainer = train_gpt.Trainer.__init__
+
+    def own_gradients(state, bucket) -> torch.futures.Future[torch.Tensor]:
+        """The average of the ranks' gradients, as if all had the same; the fake group has no result that DDP could wait for."""
+        tensor = bucket.buffer()
+        future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else [])
+        future.set_result(tensor)
+        return future
+
+    def init(trainer, *args, **kwargs) -> None:
+        make_trainer(trainer, *args, **kwargs)
+        trainer.ddp.register_comm_hook(None, own_gradients)
+
+    train_gpt.Trainer.__init__ = init
+
+
 def phases_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
     mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; the
     backward contains the exchange of gradients, the optimizer Muon's all-gather."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-    import train_gpt
     plain_step = train_gpt.Trainer.train_step
     spent_ms = dict.fromkeys(("load", "forward", "backward", "optimizer"), 0.0)
 
@@ -150,15 +181,11 @@ def phases_worker(skip: int, output: str) -> None:
         return result
 
     train_gpt.Trainer.train_step = train_step
-    sys.exit(train_gpt.main())
 
 
 def profile_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process. Rank 0 profiles three steps after the first `skip` and writes
     OUTPUT.trace.json.gz, the slowest kernels to OUTPUT.txt and, with CUDA, OUTPUT.memory.pickle."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-    import train_gpt
     plain_step = train_gpt.Trainer.train_step
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
@@ -184,7 +211,17 @@ def profile_worker(skip: int, output: str) -> None:
         return result
 
     train_gpt.Trainer.train_step = train_step
+
+
+def be_worker(kind: str, skip: str, output: str, fake_ranks: str) -> None:
+    """Run the trainer in this process, and measure what `kind` says."""
+    if int(fake_ranks):
+        be_rank_0_of(int(fake_ranks))
+    {"phases": phases_worker, "profile": profile_worker}[kind](int(skip), output)
     sys.exit(train_gpt.main())
+
+
+# ---- Two sides in turn ---------------------------------------------------------------------------------
 
 
 def git(*arguments: str) -> str:
@@ -195,14 +232,19 @@ def git(*arguments: str) -> str:
     return done.stdout
 
 
-def known_to(script: Path, arguments: list[str]) -> list[str]:
-    """Return the NAME=value arguments whose variables the script of an older commit has; print the others."""
-    source = script.read_text(encoding="utf-8")
-    fields = re.findall(r"^    (\w+): ", source, re.M)
-    known = [text for text in arguments if text.partition("=")[0].lower() in fields]
-    if unknown := [text for text in arguments if text not in known]:
+def known_to(script: Path, variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables that the script of an older commit has; print the others."""
+    fields = re.findall(r"^    (\w+): ", script.read_text(encoding="utf-8"), re.M)
+    unknown = [f"{name}={text}" for name, text in variables.items() if name.lower() not in fields]
+    if unknown:
         print(f"The older commit has no variables for {' '.join(unknown)} and runs without.\n")
-    return known
+    return {name: text for name, text in variables.items() if name.lower() in fields}
+
+
+def variables_of(words: list[str]) -> dict[str, str]:
+    """Return the settings of NAME=value and @FILE words, the last of each name. Raises ValueError and OSError."""
+    overrides = train_gpt.load_config(words, {})[1]
+    return {name: text for name, (text, _) in overrides.items()}
 
 
 def cell(values: list[float], digits: int) -> str:
@@ -230,63 +272,70 @@ def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str,
 
 
 def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
-    """Measure the commits in turn in one configuration and print the tables."""
+    """Measure both sides in turn in one configuration and print the tables."""
     settings, steps, val_tokens = CONFIGURATIONS[name]
     skip = 10 if name.startswith("gpu") else 1  # the first ten steps are logged, which makes a GPU wait
-    variables = dict(pair.split("=", 1) for pair in f"{COMMON} {settings}".split() + options.settings)
+    variables = variables_of([*settings.split(), *COMMON.split(), *options.settings])
     variables["ITERATIONS"] = str(skip + (options.steps or steps))
-    arguments = [f"{variable}={value}" for variable, value in variables.items()]
     write_data(folder / "data", int(variables.get("VOCAB_SIZE", 1024)), val_tokens)
-    checkout = "this checkout"
+    here = "this checkout"
     if (ROOT / ".git").exists():
         changed = git("status", "--porcelain", "train_gpt.py")
-        checkout = git("rev-parse", "--short", "HEAD").strip() + " and changes" * bool(changed)
-    sides = [(checkout, ROOT / "train_gpt.py", arguments)]
+        here = git("rev-parse", "--short", "HEAD").strip() + " and changes" * bool(changed)
+    sides = [(here, ROOT / "train_gpt.py", variables, {})]
     if options.against:
         script = folder / "train_gpt.py"
         script.write_text(git("show", f"{options.against}:train_gpt.py"), encoding="utf-8")
-        other = git("rev-parse", "--short", options.against).strip()
-        sides.insert(0, (other, script, known_to(script, arguments)))
-    measured = [(side, []) for side, _, _ in sides]
+        sides.insert(0, (git("rev-parse", "--short", options.against).strip(), script, known_to(script, variables), {}))
+    elif more := pairs_of(options.with_words.split()):
+        fields = {field.name.upper() for field in train_gpt.fields(train_gpt.Config)}
+        changed = {name: text for name, text in more.items() if name in fields}
+        environment = {name: text for name, text in more.items() if name not in fields}
+        sides.append((options.with_words, ROOT / "train_gpt.py", variables | changed, environment))
+    measured = [(side, []) for side, *_ in sides]
     for _ in range(options.rounds):
-        for i, (_, script, known) in enumerate(sides):
-            command = [*launcher(options.ranks), str(script), *known]
-            measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}"))
+        for i, (_, script, its, environment) in enumerate(sides):
+            command = [*launcher(options.ranks), str(script), *words_of(its)]
+            measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
     print(median_table(name, measured, ROWS), flush=True)
-    if options.phases:
-        output = folder / "phases.json"
-        worker = [__file__, "--phases-worker", str(skip), str(output)]
-        command = [*launcher(options.ranks), *worker, *arguments]
-        measure(command, skip, folder, folder / f"cache{len(sides) - 1}")  # compiled before
-        phases = json.loads(output.read_text(encoding="utf-8"))
-        rows = {phase: (phase, 1) for phase in phases}
-        print(median_table(f"{name}, ms per step", [(checkout, [phases])], rows), flush=True)
-    if options.profile:
-        options.profile.mkdir(parents=True, exist_ok=True)
-        output = options.profile.resolve() / name
-        long_enough = f"ITERATIONS={max(skip + 3, int(variables['ITERATIONS']))}"
-        command = [*launcher(options.ranks), __file__, "--profile-worker", str(skip), str(output), *arguments, long_enough]
-        measure(command, skip, folder, folder / f"cache{len(sides) - 1}")
-        print(Path(f"{output}.txt").read_text(encoding="utf-8"))
-        print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))), flush=True)
+    cache = folder / ("cache1" if options.against else "cache0")  # compiled before
+    variables["ITERATIONS"] = str(max(skip + 3, int(variables["ITERATIONS"])))
+    for kind, output in (("phases", folder / "phases.json"), ("profile", options.profile and options.profile.resolve() / name)):
+        if not output or not getattr(options, kind):
+            continue
+        output.parent.mkdir(parents=True, exist_ok=True)
+        command = [*launcher(options.ranks), __file__, "--worker", kind, str(skip), str(output), str(options.fake_ranks)]
+        measure([*command, *words_of(variables)], skip, folder, cache, {})
+        if kind == "phases":
+            phases = json.loads(output.read_text(encoding="utf-8"))
+            print(median_table(f"{name}, ms per step", [(here, [phases])], {phase: (phase, 1) for phase in phases}), flush=True)
+        else:
+            print(Path(f"{output}.txt").read_text(encoding="utf-8"))
+            print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))))
+
+
+def words_of(variables: dict[str, str]) -> list[str]:
+    """Return NAME=value words."""
+    return [f"{name}={text}" for name, text in variables.items()]
 
 
 def main() -> None:
-    workers = {"--phases-worker": phases_worker, "--profile-worker": profile_worker}
-    if worker := workers.get("".join(sys.argv[1:2])):
-        skip, output = sys.argv[2:4]
-        del sys.argv[1:4]
-        worker(int(skip), output)
-        return
+    if sys.argv[1:2] == ["--worker"]:
+        arguments = sys.argv[2:6]
+        del sys.argv[1:6]
+        be_worker(*arguments)
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help="settings NAME=value, and configurations: "
                         + ", ".join(CONFIGURATIONS))
     parser.add_argument("--against", metavar="REV", help="a commit to measure in turn with this checkout")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each commit (default: 3)")
+    parser.add_argument("--with", dest="with_words", default="", metavar="'NAME=value ...'",
+                        help="settings or environment to measure in turn with none")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each side (default: 3)")
     parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
     parser.add_argument("--phases", action="store_true", help="also time the phases of this checkout's steps")
+    parser.add_argument("--fake-ranks", type=int, default=0, metavar="N", help="for --phases and --profile: rank 0 of N")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]

@@ -1,0 +1,314 @@
+"""Make a record: train its seeds one after another, and package them as a folder that others can check.
+
+    python records/make.py --track track_10min_1mb_cpu --division sotu --name Wider --author me --blurb "What is new" \\
+        --base track_10min_1mb_cpu/2026-01-31_Control MLP_MULT=3             on the base's settings
+    python records/make.py ... --runs RUN_ID,RUN_ID,RUN_ID                   of runs in logs/ that differ only in SEED
+    python records/make.py --again records/track_open/2026-01-31_Wider       write its claims and texts again
+    python records/make.py --leaderboard                                     write the tables of records/README.md
+
+After an interruption, run the same command again: seeds that have finished with these settings and this script are kept, and
+an unfinished one starts again. The runs are called NAME_seedN.
+
+The folder records/TRACK/DATE_NAME/ receives README.md, submission.json, train_gpt.py as it ran, train_seedN.log and .jsonl,
+curve.png, and artifacts under 2 MB. To change blurb, base or author, edit them in submission.json and run --again. What you
+write in README.md below the line "## Notes" is kept.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import chdir
+from pathlib import Path
+
+from claims import AUTHORED, NOTES, make_claims, render
+from common import ROOT, deviation, hardware, has_finished, launcher, load_json, pairs_of, require_packages, score, table
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
+from plot import draw, groups_of, read_run
+from rules import (FOLDER_NAME, Findings, check_division, check_request, check_script, find_table, load_track, other_seeds,
+                   read_history, script_line)
+from verify import SMALL_ARTIFACT, report
+
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
+RENAMED = {"MUON_POLAR": "MUON_ROW_NORM"}  # variables of the scripts of older records
+BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
+
+
+# ---- Training the seeds --------------------------------------------------------------------------------
+
+
+def plan_settings(options, folder: Path) -> dict[str, str]:
+    """Return the settings of the runs by name: the base's, the environment's where the base sets them, those of the
+    command, and the track's DEVICE. Sets the division to the base's if none is given. Raises ValueError and OSError."""
+    settings = {}
+    if options.base:
+        bases = sorted(f"{options.track}/{path.parent.name}" for path in folder.parent.glob("*/submission.json"))
+        if options.base not in bases:
+            raise ValueError(f"--base {options.base!r} must be one of {', '.join(bases)}")
+        submission = load_json(ROOT / "records" / options.base / "submission.json")
+        options.division = options.division or submission["division"]
+        settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
+        settings = {name: os.environ.get(name, value) for name, value in settings.items()}
+    settings |= pairs_of(options.settings)
+    allowed = load_track(folder).get("settings", {})
+    if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
+        settings.setdefault("DEVICE", allowed["DEVICE"][0])
+    return settings
+
+
+def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> None:
+    """Raise ValueError with all reasons known before training for which the record would be refused."""
+    track = load_track(folder)
+    problems = Findings()
+    problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
+    problems.check(len(set(seeds)) == len(seeds) and all(re.fullmatch(r"\d+", seed) for seed in seeds),
+                   f"--seeds {','.join(seeds)} must be different numbers")
+    problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
+    most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
+    problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
+    problems += check_script((ROOT / "train_gpt.py").read_text(encoding="utf-8"))
+    config, given = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+    problems.check(not config.val_tokens, "VAL_TOKENS scores a part of the validation text")
+    names = [*given, "MAX_WALLCLOCK_SECONDS", *track.get("settings", {})]
+    planned = {name: getattr(config, name.lower()) for name in names}
+    check_request(track, options.division, len(seeds), planned, problems)
+    other_seeds(folder, options.base, options.division, problems)
+    if track.get("divisions") and not problems:
+        with chdir(ROOT):
+            validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
+        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len}, "val_tokens": validation.count,
+                "val_bytes": validation.bytes, "data_sha256": validation.data_sha256}
+        seen["table"] = find_table(track["divisions"][options.division]["scored"], seen)
+        check_division(seen, options.division, problems)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def run_seed(command: list[str], environment: dict[str, str]) -> int:
+    """Run the trainer and return its exit status. SIGTERM is passed on; Ctrl-C reaches the trainer itself."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> list[str]:
+    """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
+    environment = dict(os.environ)
+    if threads := load_track(folder).get("max_threads"):
+        environment["OMP_NUM_THREADS"] = str(threads // options.ranks)
+    run_ids = []
+    for seed in seeds:
+        run_id = f"{options.name}_seed{seed}"
+        run_ids.append(run_id)
+        given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
+        if has_finished(ROOT, run_id, given, options.ranks):
+            print(f"{run_id} has already finished", flush=True)
+            continue
+        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
+        arguments = [f"{name}={text}" for name, text in given.items()]
+        if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
+            was_signal = status > 128 or status < 0
+            hint = "; run the same command again to continue" if was_signal else ""
+            sys.exit(f"make.py: {run_id} ended with status {status}{hint}")
+    return run_ids
+
+
+def command_of(options) -> str:
+    """Return the command that trains the seeds again, with the variables of the environment."""
+    words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds") if getattr(options, key)]
+    given = train_gpt.load_config([], dict(os.environ))[1].keys() & os.environ.keys() - MAY_DIFFER_BETWEEN_SEEDS
+    words += [f"{name}={os.environ[name]}" for name in sorted(given - pairs_of(options.settings).keys())]
+    words += [f"--ranks={options.ranks}"] * (options.ranks > 1)
+    return f"python records/make.py {shlex.join(words + options.settings)}"
+
+
+# ---- Packaging runs ------------------------------------------------------------------------------------
+
+
+def measure_rate(start: dict) -> str:
+    """Return the speed of this machine's matrix products in the type and the width of a run, from its "config" event. Scores
+    of a time limit depend on it."""
+    torch = train_gpt.torch
+    config = start["config"]
+    dtype, width = getattr(torch, config["DTYPE"]), config["MODEL_DIM"]
+    a, b = (torch.ones(shape, dtype=dtype, device=config["DEVICE"]) for shape in ((4096, width), (width, 4 * width)))
+    fastest = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        float((a @ b)[0, 0])  # waits for the device
+        fastest = min(fastest, time.perf_counter() - started)
+    return f"{2 * 4096 * width * 4 * width / fastest / 1e12:.2g} TFLOP/s in {config['DTYPE']} at width {width}"
+
+
+def copy_run(folder: Path, run_id: str) -> None:
+    """Copy the logs, the script and a small artifact of a finished run into the folder."""
+    text = ROOT / "logs" / f"{run_id}.txt"
+    config = read_events(text.with_suffix(".jsonl"))[0]["config"]
+    name = f"train_seed{config['SEED']}"
+    if (folder / f"{name}.log").exists():
+        raise ValueError(f"{run_id} has the same SEED={config['SEED']} as another run")
+    script, rule, rest = text.read_text(encoding="utf-8").partition("\n" + RULE + "\n")
+    (folder / f"{name}.log").write_text(script_line(script) + rule + rest, encoding="utf-8")
+    shutil.copy(text.with_suffix(".jsonl"), folder / f"{name}.jsonl")
+    (folder / "train_gpt.py").write_text(script, encoding="utf-8")
+    artifact = ROOT / config["OUT_DIR"] / "final_model.int8.ptz"
+    if artifact.is_file() and artifact.stat().st_size < SMALL_ARTIFACT:
+        shutil.copy(artifact, folder / f"artifact_seed{config['SEED']}.int8.ptz")
+
+
+def write_record(folder: Path, authored: dict) -> None:
+    """Write submission.json, README.md and curve.png of a folder that has its logs. Raises ValueError with the reasons for
+    which the logs would be refused."""
+    findings = Findings()
+    claims, seeds = make_claims(folder, authored, findings)
+    if findings:
+        raise ValueError("; ".join(findings))
+    submission = {**authored, **claims}
+    (folder / "submission.json").write_text(json.dumps(submission, indent=1) + "\n", encoding="utf-8")
+    readme = folder / "README.md"
+    notes = readme.read_text(encoding="utf-8").partition(NOTES)[2] if readme.is_file() else ""
+    readme.write_text(render(submission) + notes, encoding="utf-8")
+    paths = [folder / f"train_seed{seed['seed']}.jsonl" for seed in seeds]
+    if authored["base"]:
+        paths += sorted((folder.parent.parent / authored["base"]).glob("train_seed*.jsonl"))
+    draw(groups_of([read_run(str(path)) for path in paths]), folder / "curve.png")
+
+
+def package(options, folder: Path, now: time.struct_time, run_ids: list[str], command: str) -> None:
+    """Make the record folder of finished runs, or leave nothing behind. `command` is by default that of the first
+    run. Raises ValueError with the reasons for which the logs would be refused."""
+    start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
+    ranks = start["world_size"]
+    if not command:
+        given = [f"{name}={text}" for name, (text, _) in start["overrides"].items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
+        program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+        command = shlex.join([*program, "train_gpt.py", *given])
+    machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
+    authored = {key: getattr(options, key, "") for key in AUTHORED}
+    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "command": command,
+                 "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
+    folder.mkdir()
+    try:
+        for run_id in run_ids:
+            copy_run(folder, run_id)
+        write_record(folder, authored)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# ---- The leaderboard -----------------------------------------------------------------------------------
+
+
+def record_row(place: int, submission: dict, folder: str) -> list[str]:
+    """Return the cells of one record, or of a line of history."""
+    scores = [score(result) for result in (submission.get("seed_results") or submission["seeds"]).values()]
+    test = submission["against_incumbent"]
+    against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
+    name = f"{submission['date']}_{submission['name']}"
+    link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
+    return [str(place), f"{score(submission):.4f} ± {deviation(scores):.4f}", str(len(scores)),
+            f"{submission['bytes_total']:,}", f"{submission['hardware']} ({submission['machine'].removeprefix('CPU, ')})",
+            "yes" if submission["is_best"] else "no", against, submission["author"], link]
+
+
+def leaderboard(records: Path) -> str:
+    """Return the tables of all tracks: one for each division that has records, best first, and links to the ladders."""
+    lines = []
+    for path in sorted(records.glob("track_*/track.json")):
+        track, folder = load_json(path), path.parent
+        submissions = [load_json(path) for path in folder.glob("*/submission.json")]
+        submissions += [line for line in read_history(records) if line["track"] == folder.name]
+        ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
+        lines += [f"### [{track['title']}]({folder.name})", "", *(f"- [{name}]({folder.name}/{name})" for name in ladders)]
+        lines += ["No record yet.", ""] if not submissions and not ladders else [""] * bool(ladders)
+        used = {submission["division"] for submission in submissions}
+        known = [name for name in track.get("divisions", {}) if name in used]
+        for division in [*known, *sorted(used - {*known})]:  # those of texts that are gone last
+            members = [submission for submission in submissions if submission["division"] == division]
+            members.sort(key=lambda submission: (score(submission), submission["date"]))
+            rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
+            lines += [f"Division `{division}`:", ""] if division else []
+            lines += [*table("| | bits per byte | seeds | bytes | machine | best at its time | against the best before it | by | "
+                             "record |", rows), ""]
+    return "\n".join(lines)
+
+
+def write_leaderboard(records: Path) -> None:
+    """Write the tables into README.md, between their markers."""
+    readme = records / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{leaderboard(records)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def folder_of(options, now: time.struct_time) -> Path:
+    """Return the folder of a record that is packaged now (UTC)."""
+    return ROOT / "records" / options.track / f"{time.strftime('%Y-%m-%d', now)}_{options.name}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--track", type=lambda text: text.strip("/"), help="a folder of records/ (example: track_10min_1mb_cpu)")
+    parser.add_argument("--name", help="of the record (example: Wider_MLP)")
+    parser.add_argument("--division", default="", help="one of the track's, if any (default: the base's)")
+    parser.add_argument("--base", default="", help="the record that this one changes (example: track_open/2026-01-31_Name)")
+    parser.add_argument("--author", default="", help="your name")
+    parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
+    parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
+    parser.add_argument("--seeds", default="1337,1338,1339", help="numbers, separated by commas")
+    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N",
+                        help="processes on this machine, started by torchrun")
+    parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
+    parser.add_argument("--leaderboard", action="store_true", help="write the tables of records/README.md")
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py")
+    options = parser.parse_args()
+    if not (options.again or options.leaderboard or (options.track and options.name)):
+        parser.error("--track and --name are needed, or --again FOLDER, or --leaderboard")
+    require_packages()
+    records = ROOT / "records"
+    try:
+        if options.leaderboard:
+            write_leaderboard(records)
+            return
+        if options.again:
+            folder = options.again.resolve()
+            submission = load_json(folder / "submission.json")
+            write_record(folder, {key: submission.get(key, "") for key in AUTHORED})
+        else:
+            tracks = sorted(path.parent.name for path in records.glob("track_*/track.json"))
+            if options.track not in tracks:
+                raise ValueError(f"--track {options.track!r} must be one of {', '.join(tracks)}")
+            run_ids, command = options.runs.split(",") * bool(options.runs), ""
+            if not run_ids:
+                folder = folder_of(options, time.gmtime())
+                settings, seeds = plan_settings(options, folder), options.seeds.split(",")
+                check_plan(options, folder, settings, seeds)
+                run_ids, command = run_seeds(options, folder, settings, seeds), command_of(options)
+            now = time.gmtime()
+            folder = folder_of(options, now)
+            package(options, folder, now, run_ids, command)
+    except (ValueError, OSError, LookupError) as error:
+        sys.exit(f"make.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("make.py: stopped; run the same command again to continue")
+    write_leaderboard(records)
+    sys.exit(0 if report(folder) else 1)
+
+
+if __name__ == "__main__":
+    main()
