@@ -204,11 +204,10 @@ def test_ablations_are_trained_once_and_compared(checkout):
     assert plain.pop(3) == "" and 0 <= float(slope.pop(3)) <= 1
     logs = [json.loads(line) for line in (checkout / "logs" / "ablate_plain_1.jsonl").read_text().splitlines()]
     assert plain[0] == "plain" and plain[2] == "+0.0000" and slope[0] == "slope" and slope[2] != "+0.0000"
-    assert min(float(plain[5]), float(plain[6])) - 0.02 < logs[-1]["val_loss"] < max(float(plain[5]), float(plain[6])) + 0.02
-    assert [plain[7], slope[7]] == ["2", "2"] and logs[0]["config"]["MAX_WALLCLOCK_SECONDS"] == 0
+    assert [plain[5], slope[5]] == ["2", "2"] and logs[0]["config"]["MAX_WALLCLOCK_SECONDS"] == 0
     timed = subprocess.run([*command[:2], "timed", *command[4:], "--seconds", "0.5", "--settings", "ITERATIONS=100000"], cwd=checkout,
                            env=clean, capture_output=True, text=True, timeout=240, check=False)
-    steps = int(timed.stdout.splitlines()[-1].split("|")[9].replace(",", ""))
+    steps = int(timed.stdout.splitlines()[-1].split("|")[7].replace(",", ""))
     assert timed.returncode == 0 and 2 < steps < 100_000, timed.stderr
     for variations, message in ((["x MLP_SLOPE"], "'MLP_SLOPE' is not VARIABLE=value"),
                                 (["x", "y MLP_SLOPE=0.5", "x MLP_SLOPE=0.3"], "two variations are called x; give each"),
