@@ -7,7 +7,7 @@
 
 A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (--headerless), or a
 folder of them. Files with "val", "valid", "validation" or "test" in their names become the validation split, the others the
-training split. The type of ids without a header is guessed: 16, 32 or 64 bits; --dtype sets it.
+training split.
 """
 
 import argparse
@@ -16,15 +16,11 @@ import re
 from pathlib import Path
 
 import numpy as np
-from shards import CONVERT, SHARD_TOKENS, ShardWriter, finish, open_shard, split_documents, write_dataset
+from shards import CONVERT, SHARD_TOKENS, ShardWriter, finish, import_trainer, split_documents, write_dataset
 from tokenization import Tokenizer, load_tokenizer, write_vocabulary
 from tqdm import tqdm
 
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
-
-
-LLAMA_MAGIC = 20240801
-SNIFF_IDS = 1 << 20  # of a file whose type of ids is not known
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -34,44 +30,25 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-def find_dtype(path: Path) -> np.dtype:
-    """Return the type of ids without a header. Small ids in wider types are zeros in every second uint16 or more."""
-    halves = np.fromfile(path, "<u2", 4 * SNIFF_IDS)
-    for dtype in ("<u8", "<u4"):
-        parts = halves[:len(halves) // 4 * 4].reshape(-1, np.dtype(dtype).itemsize // 2)
-        if len(parts) and halves.any() and not parts[:, 1:].any():
-            return np.dtype(dtype)
-    return np.dtype("<u2")
-
-
-def open_tokens(path: Path, headerless: bool, dtype: str = "") -> np.ndarray:
+def open_tokens(path: Path, headerless: bool, dtype: str) -> np.ndarray:
     """Return a file's token ids as a memory map of integers (N,), N > 0.
 
     Raises ValueError if the file is of another kind or damaged."""
-    if path.suffix == ".npy":
-        try:
-            tokens = np.lib.format.open_memmap(path, mode="r")
-        except Exception as error:  # the header is Python text, which fails in many ways
-            raise ValueError(f"{path} is not a .npy file: {error}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
-            raise ValueError(f"{path} does not hold a row of token ids")
-        return tokens
-    if headerless:
-        size = path.stat().st_size
-        found = np.dtype(dtype).newbyteorder("<") if dtype else find_dtype(path)
-        if not size:
-            raise ValueError(f"{path} is empty")
-        if size % found.itemsize:
-            raise ValueError(f"{path} has {size} bytes, which cannot be {found.name} ids; use --dtype with another type")
-        return np.memmap(path, dtype=found, mode="r")
     try:
-        return open_shard(path)
-    except ValueError as error:
-        if np.fromfile(path, "<i4", 1).tolist() == [LLAMA_MAGIC]:
-            raise ValueError(f"{path} has llm.c's ids of Llama 3, whose vocabulary of 128,256 tokens does not fit into shards of "
-                             "uint16; decode the text and use prepare.py") from None
-        hint = "" if "damaged" in str(error) else "; ids without a header, as nanoGPT's, need --headerless"
-        raise ValueError(f"{error}{hint}") from None
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r")
+        elif headerless:
+            tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+        else:
+            return import_trainer().open_shard(path)
+    except Exception as error:  # NumPy raises many types
+        hint = "" if path.suffix == ".npy" or headerless else "; ids without a header, as nanoGPT's, need --headerless"
+        raise ValueError(f"{path} cannot be read: {error}{hint}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+        raise ValueError(f"{path} does not hold a row of token ids")
+    if headerless and len(tokens) > 1 and not tokens[1::2].any():  # id 0 is a common token of GPT-2's, without an error
+        raise ValueError(f"{path} has a 0 after each id: it holds wider ids than {dtype}; choose another --dtype")
+    return tokens
 
 
 def find_files(names: list[str]) -> dict[str, list[Path]]:
@@ -112,8 +89,7 @@ def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
     return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
 
 
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer,
-                shard_tokens: int) -> dict:
+def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer, shard_tokens: int) -> dict:
     """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
     writer = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens)
     tokens = sum(len(array) for array in arrays)
@@ -149,8 +125,7 @@ def convert(folder: Path, options) -> str:
                     raise ValueError(f"{path} holds token {token}, but --tokenizer {options.tokenizer!r} has "
                                      f"{tokenizer.vocab_size} tokens")
         arrays[part] = move_bos(arrays[part], tokenizer.bos)
-    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens)
-              for part in files}
+    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens) for part in files}
     # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
     origin = {"made_by": CONVERT, "sources": [path.name for paths in files.values() for path in paths],
@@ -159,16 +134,14 @@ def convert(folder: Path, options) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".bin or .npy files, or folders of them")
     parser.add_argument("--tokenizer", required=True, help="gpt2 or another encoding of tiktoken, byte260, a "
                         "SentencePiece .model, a vocabulary .json, or nanoGPT's meta.pkl")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
-    parser.add_argument("--headerless", action="store_true",
-                        help=".bin files hold only ids (nanoGPT)")
-    parser.add_argument("--dtype", default="", choices=["uint16", "uint32", "int32", "int64"],
-                        help="type of the ids with --headerless (default: found from the file)")
+    parser.add_argument("--headerless", action="store_true", help=".bin files hold only ids (nanoGPT)")
+    parser.add_argument("--dtype", default="uint16", choices=["uint16", "uint32", "int32", "int64"],
+                        help="type of the ids with --headerless (default %(default)s)")
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     write_dataset("convert.py", convert, parser.parse_args())
 

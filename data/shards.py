@@ -36,21 +36,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """Return a shard's tokens as a memory map, uint16 (N,), N > 0.
-
-    Raises ValueError if the file is not a shard or is damaged."""
-    header = np.fromfile(path, dtype="<i4", count=3).tolist()
-    if len(header) < 3 or header[:2] != [SHARD_MAGIC, SHARD_VERSION]:
-        raise ValueError(f"{path} is not a token shard: it starts with the integers {header[:2]}, "
-                         f"not with {[SHARD_MAGIC, SHARD_VERSION]}")
-    count = header[2]
-    size = path.stat().st_size
-    if count < 1 or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is damaged: its header announces {count} tokens, but it has {size} bytes")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-
-
 def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
     """Yield the tokens from each BOS to the next, uint16 (N,), N > 0. A document may continue in the next
     array. Tokens before the first BOS come first; without a BOS all tokens are one document."""
@@ -173,19 +158,25 @@ def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: d
     return summarize(out.rstrip("/"), tokenizer, splits)
 
 
+def import_trainer():
+    """Import train_gpt, which needs PyTorch. Raises ImportError."""
+    if str(REPOSITORY) not in sys.path:
+        sys.path.insert(0, str(REPOSITORY))
+    import train_gpt
+    return train_gpt
+
+
 def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -> None:
     """Load the data set with train_gpt.py. Raises ValueError if a shard or an id is invalid, or if the bytes
     that it counts in the validation split are not the decoded_bytes in manifest.json."""
-    if str(REPOSITORY) not in sys.path:
-        sys.path.insert(0, str(REPOSITORY))
     try:
-        import train_gpt  # needs torch, which nothing else here does
-        config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
-                                  vocab_size=tokenizer.vocab_size, train_seq_len=1)
-        train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-        shards = train_gpt.open_split(config, "train") if has_training else {}
+        trainer = import_trainer()
+        config = trainer.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
+                                vocab_size=tokenizer.vocab_size, train_seq_len=1)
+        trainer.Validation(config, trainer.Ranks(0, 1, trainer.torch.device("cpu")))
+        shards = trainer.open_split(config, "train") if has_training else {}
         for path, tokens in shards.items():
-            train_gpt.check_ids(tokens, tokenizer.vocab_size, path)
+            trainer.check_ids(tokens, tokenizer.vocab_size, path)
     except (ImportError, ValueError) as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
 
