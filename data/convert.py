@@ -99,12 +99,9 @@ def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: To
         for document in split_documents(arrays, tokenizer.bos):
             writer.write(document)
             bar.update(len(document))
-            ids = document[document != tokenizer.bos]
-            documents += len(ids) < len(document)
-            size += tokenizer.count_bytes(ids)
+            documents += 1
+            size += tokenizer.count_bytes(document[document != tokenizer.bos])
     writer.close()
-    if tokens and not documents:
-        documents = 1  # there is no BOS
     return {"documents": documents, "bytes": size, "tokens": tokens, "shards": writer.shards}
 
 

@@ -42,10 +42,7 @@ def place(file: Path, target: Path) -> None:
 
 def download(options) -> str:
     """Download what is missing; return the training command. Raises ValueError, and what huggingface_hub raises."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ValueError(f"huggingface_hub is missing: pip install huggingface_hub ({error})") from None
+    import huggingface_hub
     variant, vocab_size = options.variant, VOCAB_SIZES[options.variant]
     where = {"repo_id": options.repo or (GPT2 if variant == "gpt2" else CHALLENGE), "repo_type": "dataset",
              "revision": options.revision}
@@ -85,6 +82,8 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\ndownload.py: stopped; run the same command again to resume", file=sys.stderr)
         sys.exit(130)  # as a shell has it
+    except ImportError:
+        sys.exit("download.py: huggingface_hub is missing: pip install huggingface_hub")
     except Exception as error:  # the client raises many types, whose messages say what to do
         sys.exit(f"download.py: {type(error).__name__}: {' '.join(str(error).split())}")
 

@@ -44,11 +44,7 @@ ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
 
 class NoValidationError(ValueError):
-    """No document is in the validation split by its hash. Some are with `fraction`, a multiple of --val-fraction."""
-
-    def __init__(self, fraction: float):
-        super().__init__(f"no document is in the validation split: --val-fraction {fraction} has some")
-        self.fraction = fraction
+    """No document is in the validation split by its hash. The argument is a larger fraction that has some."""
 
 
 def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, bytes]]:
@@ -89,8 +85,8 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
         raise NoValidationError(fraction)
     for part in ("val", "train") if options.sources else ("val",):
         if not counts[part]:
-            raise ValueError(f"none of the {counts.total()} documents is in the {part} split: try another "
-                             f"--val-fraction (now {options.val_fraction}), --val-docs N (the first N documents), or --val-file")
+            raise ValueError(f"none of the {counts.total()} documents is in the {part} split: try another --val-fraction "
+                             f"(now {options.val_fraction}), --val-docs N (the first N documents), or --val-file")
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -215,8 +211,8 @@ def prepare(folder: Path, options) -> str:
     try:
         return fill(folder, options)
     except NoValidationError as error:
-        print(f"no document is for validation with --val-fraction {options.val_fraction}: it is set to {error.fraction}")
-        options.val_fraction = error.fraction
+        print(f"no document is for validation with --val-fraction {options.val_fraction}: it is set to {error}")
+        options.val_fraction = error.args[0]
         for path in folder.iterdir():
             path.unlink()
         return fill(folder, options)

@@ -277,7 +277,7 @@ class Reader:
             if isinstance(text, str) and is_utf8(text):
                 yield text
             else:
-                self.report_bad(f"{place}: {row!r:.200} has no UTF-8 text under {self.text_key!r}; --text-key names another key")
+                self.report_bad(f"{place}: {row!r:.200} has no UTF-8 text under {self.text_key!r}; --text-key sets another key")
 
     def report_bad(self, problem: str) -> None:
         """Note what cannot be read. Raises UnreadableError without skip_bad."""
@@ -296,6 +296,6 @@ class Reader:
         if self.bad:
             lines += [f"left out {len(self.bad):,} documents that cannot be read; the first:", *self.bad[:3]]
         if self.marked:
-            lines.append(f"warning: {MARKER} is ordinary text in {self.marked:,} documents; if it stands between documents, use "
-                         f"--separator '{MARKER}'")
+            lines.append(f"warning: {MARKER} is ordinary text in {self.marked:,} documents; if it stands between documents, "
+                         f"use --separator '{MARKER}'")
         return lines

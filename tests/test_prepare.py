@@ -156,7 +156,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: {'text': 3} has no UTF-8 text under 'text'; --text-key names another key"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: {'text': 3} has no UTF-8 text under 'text'; --text-key sets another key"),
     ("a.jsonl", b'{"text": "a"}\n \n{"txt": "b"}\n', "line 3: {'txt': 'b'} has no"), ("a.jsonl", b"not json\n", "line 1: 'not json"),
     ("a.jsonl", b'["text"]\n', "line 1: "), ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: "), ("a.jsonl", b"[" * 10**5, "line 1: "),
     ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: "),
