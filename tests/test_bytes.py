@@ -66,7 +66,8 @@ def load(out, tokenizer):
 
 
 @pytest.mark.parametrize("tokenizer, file", [
-    ("sp320", "tokenizer.model"), ("unigram300", "tokenizer.model"), ("char", "tokenizer.json"), ("byte260", None), ("gpt2", None)])
+    ("sp320", "tokenizer.model"), ("unigram300", "tokenizer.model"), ("char", "tokenizer.json"), ("byte260", None),
+    ("gpt2", None)])
 def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, tokenizer, file):
     if tokenizer == "gpt2":
         tiktoken = pytest.importorskip("tiktoken")
@@ -178,8 +179,9 @@ def test_a_damaged_model_is_an_error_that_names_it(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("name, content, vocab_size, wanted", [
-    ("x.model", b"no model", 260, "TOKENIZER_PATH=.*x.model' cannot be read: "), ("x.json", b"{}", 260, "x.json' cannot be read: "),
-    ("x.json", b"[1]", 260, "x.json' cannot be read: "), ("missing.model", None, 260, "missing.model' cannot be read: "),
+    ("x.model", b"no model", 260, "TOKENIZER_PATH=.*x.model' cannot be read: "),
+    ("x.json", b"{}", 260, "x.json' cannot be read: "), ("x.json", b"[1]", 260, "x.json' cannot be read: "),
+    ("missing.model", None, 260, "missing.model' cannot be read: "),
     ("gpt3", None, 260, "TOKENIZER_PATH='gpt3' cannot be read: use a .model file, byte260 or gpt2"),
     ("normalising.model", None, 321, "VOCAB_SIZE=321.*has 320 tokens; set both")])
 def test_tokenizers_that_cannot_be_read_or_do_not_fit_are_named(corpus, tmp_path, name, content, vocab_size, wanted):

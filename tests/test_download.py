@@ -32,9 +32,11 @@ def hub(tmp_path, monkeypatch):
                 (tmp_path / "cache" / name).write_text(f"{repo_id} {name}")
         return str(tmp_path / "cache")
 
-    for name, stand_in in (("list_repo_files", lambda repo_id, **_: repositories[repo_id]),
-                           ("snapshot_download", snapshot_download)):
-        monkeypatch.setattr(huggingface_hub, name, create_autospec(getattr(huggingface_hub, name), side_effect=stand_in))
+    def stand_in(name, function):
+        monkeypatch.setattr(huggingface_hub, name, create_autospec(getattr(huggingface_hub, name), side_effect=function))
+
+    stand_in("list_repo_files", lambda repo_id, **_: repositories[repo_id])
+    stand_in("snapshot_download", snapshot_download)
     monkeypatch.setattr(download, "DATA", tmp_path / "data")
     return huggingface_hub
 
@@ -62,7 +64,8 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, ru
     for count in (2, 3):
         out = run("--train-shards", count)
         names = ["val_000000", "val_000001", "train_000000", "train_000001", "train_000002"][:2 + count]
-        wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{download.CHALLENGE} {SHARDS}{name}.bin" for name in names}
+        wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{download.CHALLENGE} {SHARDS}{name}.bin"
+                  for name in names}
         wanted["tokenizers/fineweb_1024_bpe.model"] = f"{download.CHALLENGE} {MODEL}"
         assert contents(data) == wanted
     folder, model = data / "datasets" / "fineweb10B_sp1024", data / "tokenizers" / "fineweb_1024_bpe.model"
@@ -72,19 +75,16 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, ru
     assert cached.samefile(folder / cached.name) == has_links
 
 
-@pytest.mark.parametrize("variant, count, ending, files", [
-    ("gpt2", 1, "TOKENIZER_PATH=gpt2 VOCAB_SIZE=50257\n", {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}),
-    ("byte260", 0, "TOKENIZER_PATH=byte260 VOCAB_SIZE=260\n", {"fineweb_val_000000.bin"}),
-    ("sp1024", 0, "fineweb_1024_bpe.model VOCAB_SIZE=1024\n",
+@pytest.mark.parametrize("variant, repo, arguments, ending, files", [
+    ("gpt2", download.GPT2, ["--train-shards", 1], "=gpt2 VOCAB_SIZE=50257\n",
+     {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}),
+    ("byte260", download.CHALLENGE, ["--train-shards", 0], "=byte260 VOCAB_SIZE=260\n", {"fineweb_val_000000.bin"}),
+    ("sp1024", "me/copy", ["--repo", "me/copy", "--train-shards", 0], "fineweb_1024_bpe.model VOCAB_SIZE=1024\n",
      {"fineweb_val_000000.bin", "fineweb_val_000001.bin", "fineweb_1024_bpe.model"})])
-def test_all_files_of_a_variant_in_one_folder(hub, run, tmp_path, variant, count, ending, files):
-    assert run("--train-shards", count, "--out", tmp_path / "out", variant=variant).endswith(ending)
-    assert set(contents(tmp_path / "out")) == files
-
-
-def test_a_copy_of_a_repository(hub, run, tmp_path):
-    run("--repo", "me/copy", "--train-shards", 1, "--out", tmp_path / "out")
-    assert contents(tmp_path / "out")["fineweb_train_000000.bin"].startswith("me/copy ")
+def test_all_files_of_a_variant_in_one_folder(hub, run, tmp_path, variant, repo, arguments, ending, files):
+    assert run(*arguments, "--out", tmp_path / "out", variant=variant).endswith(ending)
+    found = contents(tmp_path / "out")
+    assert found.keys() == files and all(text.startswith(f"{repo} ") for text in found.values())
 
 
 def test_files_of_another_data_set_are_an_error_and_stay(hub, run, tmp_path):
@@ -94,7 +94,7 @@ def test_files_of_another_data_set_are_an_error_and_stay(hub, run, tmp_path):
     shutil.copy(out / "fineweb_val_000001.bin", out / "copy")
     (out / "copy").replace(out / "fineweb_val_000000.bin")
     before = contents(out)
-    with pytest.raises(SystemExit, match="fineweb_val_000000.bin is not the published file: delete it, or choose another --out"):
+    with pytest.raises(SystemExit, match="fineweb_val_000000.bin is not the published file: delete it, or"):
         run("--train-shards", 1, "--out", out)
     assert contents(out) == before
 
