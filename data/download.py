@@ -82,8 +82,8 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\ndownload.py: stopped; run the same command again to resume", file=sys.stderr)
         sys.exit(130)  # as a shell has it
-    except ImportError:
-        sys.exit("download.py: huggingface_hub is missing: pip install huggingface_hub")
+    except ImportError as error:
+        sys.exit(f"download.py: huggingface_hub is missing: pip install huggingface_hub ({error})")
     except Exception as error:  # the client raises many types, whose messages say what to do
         sys.exit(f"download.py: {type(error).__name__}: {' '.join(str(error).split())}")
 

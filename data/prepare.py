@@ -34,8 +34,7 @@ PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces, which bounds th
 BATCH_CHARS = 4 * PIECE_CHARS
 FEW_BYTES = 100_000  # of a validation split whose score is noise
 VAL_FRACTION = 0.05
-LEARNT_TYPES = {"sp": "bpe", "unigram": "unigram"}  # of SentencePiece
-LEARNT = re.compile(rf"({'|'.join(LEARNT_TYPES)})(\d+)")
+LEARNT = re.compile(r"(sp|unigram)(\d+)")
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
@@ -140,7 +139,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     try:
         import_sentencepiece().SentencePieceTrainer.train(
             sentence_iterator=(line[start:start + 1000] for line in lines for start in range(0, len(line), 1000)),
-            model_writer=model, model_type=LEARNT_TYPES[kind], vocab_size=int(size),
+            model_writer=model, model_type="bpe" if kind == "sp" else kind, vocab_size=int(size),
             byte_fallback=True, split_digits=True, add_dummy_prefix=False, character_coverage=0.9995,
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
             allow_whitespace_only_pieces=True, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK,

@@ -15,6 +15,7 @@ import sysconfig
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shards import REPOSITORY, sha256_of
@@ -144,11 +145,10 @@ class UnreadableError(ValueError):
 def json_rows(file: io.TextIOBase, path: Path) -> Iterator[tuple[str, dict]]:
     """Yield the place and the value of each line of a .jsonl file; a line that is not JSON is its own value."""
     for number, line in enumerate(file, 1):
+        row = line
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
         if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = line
             yield f"{path}, line {number}", row
 
 
@@ -181,9 +181,7 @@ class Reader:
     skip_bad: leave out documents that cannot be read instead of raising UnreadableError."""
 
     def __init__(self, options):
-        self.text_key = options.text_key
-        self.separator = options.separator
-        self.skip_bad = options.skip_bad
+        self.options = options
         self.seen = set()  # files, without links
         self.skipped = Counter()  # files by reason
         self.bad = []  # what was wrong, and where
@@ -245,7 +243,7 @@ class Reader:
         try:
             with path.open("rb") as packed:
                 if ending == ".parquet":
-                    texts = self.texts_of(parquet_rows(path, self.text_key))
+                    texts = self.texts_of(parquet_rows(path, self.options.text_key))
                 else:
                     file = io.TextIOWrapper(unpack(packed, path), encoding="utf-8-sig", errors="surrogateescape", newline="\n")
                     is_json = ending in JSON_ENDINGS
@@ -261,7 +259,8 @@ class Reader:
 
     def read_text(self, file: io.TextIOBase, path: Path) -> Iterator[str]:
         """Yield the parts of a text file; report those that are not text."""
-        parts = cut_at(file, self.separator) if self.separator else cut_lines(file, TEXT_CHARS)
+        separator = self.options.separator
+        parts = cut_at(file, separator) if separator else cut_lines(file, TEXT_CHARS)
         for number, text in enumerate(parts, 1):
             if is_utf8(text) and text.count("\0") <= len(text) // 10:  # UTF-16 without its mark is valid UTF-8, for ASCII
                 self.marked += MARKER in text
@@ -272,16 +271,17 @@ class Reader:
 
     def texts_of(self, rows: Iterator[tuple[str, dict]]) -> Iterator[str]:
         """Yield the texts of rows; report those that have none."""
+        key = self.options.text_key
         for place, row in rows:
-            text = row.get(self.text_key) if isinstance(row, dict) else None
+            text = row.get(key) if isinstance(row, dict) else None
             if isinstance(text, str) and is_utf8(text):
                 yield text
             else:
-                self.report_bad(f"{place}: {row!r:.200} has no UTF-8 text under {self.text_key!r}; --text-key sets another key")
+                self.report_bad(f"{place}: {row!r:.200} has no UTF-8 text under {key!r}; --text-key sets another key")
 
     def report_bad(self, problem: str) -> None:
         """Note what cannot be read. Raises UnreadableError without skip_bad."""
-        if not self.skip_bad:
+        if not self.options.skip_bad:
             raise UnreadableError(problem)
         self.bad.append(problem)
 

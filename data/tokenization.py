@@ -24,7 +24,6 @@ class Tokenizer:
     kind: "byte", "char", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
     spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
     bos: the id that starts a document, or -1.
-    unknown: the id of text that has no token, or -1.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
     prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document."""
 
@@ -32,7 +31,6 @@ class Tokenizer:
     spec = ""
     file: Path | None = None
     bos = BOS
-    unknown = -1
     token_bytes: list[bytes] = []
     prefix = b""
 
