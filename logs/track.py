@@ -3,8 +3,8 @@
     python logs/track.py wandb RUN_ID          follow logs/RUN_ID.jsonl until the run ends; or trackio, or tensorboard
     python logs/track.py wandb RUN_ID --once   send what the log holds now
 
-The trainer does not depend on this program. Each start makes a page of its own, with all steps of the run, those before it
-was resumed included; TensorBoard's is logs/RUN_ID.tensorboard/.
+Each start makes a new page with all steps of the run, also those from before it was resumed. TensorBoard's page is
+logs/RUN_ID.tensorboard/.
 """
 
 import argparse
@@ -13,42 +13,23 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from events import read_history
 
-SENT = ("train", "val", "windows", "final")  # the events whose numbers are sent
 POLL_SECONDS = 2.0
 
 
-def follow(path: Path, once: bool) -> Iterator[dict]:
-    """Yield the settings and each numbered event of a log once, until the final score, or what is there now."""
-    seen = set()
-    while True:
-        events = read_history(path) if path.is_file() else []
-        for event in events:
-            key = event["event"], event.get("step", 0)
-            if event["event"] in ("config", *SENT) and key not in seen:
-                seen.add(key)
-                yield event
-        if once or any(event["event"] == "final" for event in events):
-            return
-        time.sleep(POLL_SECONDS)
-
-
-def open_tracker(tracker: str, path: Path, settings: dict) -> tuple[Callable, Callable]:
-    """Return two functions: send(numbers by name, step) and close(). Raises ValueError if the tracker is not installed."""
-    try:
-        module = importlib.import_module("torch.utils.tensorboard" if tracker == "tensorboard" else tracker)
-    except ImportError as error:
-        raise ValueError(f"{tracker} cannot be imported ({error}); install it with: pip install {tracker}") from None
+def open_tracker(tracker: str, path: Path, settings: dict):
+    """Return two functions: send(numbers by name, step) and close(). Raises ImportError."""
     if tracker == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
         folder = path.with_suffix(".tensorboard")
         shutil.rmtree(folder, ignore_errors=True)
-        writer = module.SummaryWriter(str(folder))
+        writer = SummaryWriter(str(folder))
         return lambda numbers, step: [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.close
-    run = module.init(project=os.environ.get("WANDB_PROJECT", "train_gpt"), name=path.stem, config=settings)
+    project = os.environ.get("WANDB_PROJECT", "train_gpt")
+    run = importlib.import_module(tracker).init(project=project, name=path.stem, config=settings)
     return lambda numbers, step: run.log({**numbers, "step": step}, step=step), run.finish
 
 
@@ -59,27 +40,30 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="send what the log holds now, then stop")
     options = parser.parse_args()
     path = Path(options.run) if options.run.endswith(".jsonl") else Path("logs", f"{options.run}.jsonl")
-    if not path.is_file():
-        if options.once:
-            sys.exit(f"track.py: {path} does not exist; name a run in logs/ or the path of a .jsonl log")
-        print(f"waiting for {path}", flush=True)
-    sent, send, close = 0, None, None
     try:
-        for event in follow(path, options.once):
-            if not send:
-                send, close = open_tracker(options.tracker, path, event.get("config", {}))
-            numbers = {f"{event['event']}/{name}": value for name, value in event.items() if isinstance(value, int | float)}
-            if event["event"] in SENT:
-                send(numbers, event["step"])
-                sent += 1
-        print(f"{sent} events sent from {path}")
+        events = read_history(path)
+        send, close = open_tracker(options.tracker, path, events[0]["config"])
+    except ImportError as error:
+        sys.exit(f"track.py: {error}; install it with: pip install {options.tracker}")
+    except (OSError, ValueError, LookupError) as error:
+        sys.exit(f"track.py: {path} is no log of a run: {error}")
+    sent = set()
+    try:
+        while True:
+            for event in events:
+                key = event["event"], event.get("step")
+                if event["event"] in ("train", "val", "windows", "final") and key not in sent:
+                    send({f"{key[0]}/{name}": value for name, value in event.items() if isinstance(value, int | float)}, key[1])
+                    sent.add(key)
+            if options.once or any(event["event"] == "final" for event in events):
+                break
+            time.sleep(POLL_SECONDS)
+            events = read_history(path) if path.is_file() else []  # it is renamed when the run is resumed
+        print(f"{len(sent)} events sent from {path}")
     except KeyboardInterrupt:
-        sys.exit(f"track.py: stopped after {sent} events")
-    except (ValueError, LookupError, OSError) as error:
-        sys.exit(f"track.py: {path}: {error}")
+        sys.exit(f"track.py: stopped after {len(sent)} events")
     finally:
-        if close:
-            close()
+        close()
 
 
 if __name__ == "__main__":
