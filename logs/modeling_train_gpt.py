@@ -48,7 +48,6 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     that fit into the context, as in sample.py."""
 
     config_class = TrainGPTConfig
-    base_model_prefix = "gpt"
     _supports_sdpa = True
 
     def __init__(self, config: TrainGPTConfig):
@@ -80,19 +79,18 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs) -> dict:
-        """The arguments of `forward` for the next token of the rows that generate() has so far; the others, for example a
-        cache, are what other models need. generate() itself refuses arguments that nobody knows."""
+        """Return the arguments of `forward` for the next token of the rows that generate() has so far, without the others,
+        such as a cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
                 logits_to_keep: int = 0, return_dict: bool = True) -> CausalLMOutput:
-        """Score the next tokens of rows.
+        """Score the next tokens of rows. The logits are float32 (B, T or N, V), 0 for padding on the left.
 
         input_ids: int64 (B, T). attention_mask: (B, T), 0 for padding; the GPT has no mask, so rows with padding on the
         left are read one by one, without it. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the
         loss is in nats a token. logits_to_keep: only the last N logits; 0: all. If it is 1, rows may be longer than the
-        context, whose last tokens are read. The logits are float32 (B, T or N, V), 0 for padding on the left. Raises
-        ValueError for rows that are too long."""
+        context, whose last tokens are read. Raises ValueError for rows that are too long."""
         context, length = self.config.max_position_embeddings, input_ids.size(1)
         if length > context and logits_to_keep != 1:
             raise ValueError(f"{length} tokens are too many: the model was trained with rows of {context}")
@@ -102,8 +100,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
             padding = (attention_mask.cumsum(1) == 0).sum(1).tolist()
             rows = [row[None, count:] for row, count in zip(input_ids, padding)]
         parts = [self.gpt.hidden(row[:, -context:])[:, -logits_to_keep:] for row in rows]
-        kept = logits_to_keep or length
-        x = torch.cat([F.pad(part, (0, 0, max(0, min(kept, length) - part.size(1)), 0)) for part in parts])
+        kept = min(logits_to_keep or length, length)
+        x = torch.cat([F.pad(part, (0, 0, kept - part.size(1), 0)) for part in parts])
         logits = self.gpt.logits(x)[..., :self.config.vocab_size]
         loss = None
         if labels is not None:

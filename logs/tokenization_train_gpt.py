@@ -27,23 +27,19 @@ class TrainGPTTokenizer(PreTrainedTokenizer):
         self.text = load_tokenizer(spec)
         config = Path(self.file).with_name("config.json") if self.file else Path(kwargs.get("name_or_path", ""), "config.json")
         if config.is_file():
-            variables = json.loads(config.read_text(encoding="utf-8"))["variables"]
+            wanted = json.loads(config.read_text(encoding="utf-8"))["variables"].get("TOKENIZER_SHA256", "")
             content = Path(self.file).read_bytes() if self.file else spec.encode()
-            found = {"VOCAB_SIZE": self.text.vocab_size, "TOKENIZER_SHA256": hashlib.sha256(content).hexdigest()}
-            if any(variables.get(name, value) not in ("", value) for name, value in found.items()):
+            if wanted not in ("", hashlib.sha256(content).hexdigest()):
                 raise ValueError(f"{spec} is not the tokenizer that {config} names: the text would be wrong")
-        boundary = "<s>" if self.text.bos >= 0 else None
+        # Names of tokens must differ, and texts of tokens need not: the ids come first.
+        self.names = [f"{i}:{data.decode('utf-8', 'backslashreplace')}" for i, data in enumerate(self.text.token_bytes)]
         silent = [i for i, data in enumerate(self.text.token_bytes) if not data and i != self.text.bos]
-        self.names = {self.text.bos: boundary} if boundary else {}
+        boundary = "<s>" if self.text.bos >= 0 else None
+        if boundary:
+            self.names[self.text.bos] = boundary
         if silent:
             self.names[silent[0]] = "<pad>"
-        self.ids = {name: i for i, name in self.names.items()}
-        for i, data in reversed([*enumerate(self.text.token_bytes)]):  # a learned token rather than a byte gets the name
-            name = self.names.get(i) or data.decode("utf-8", "backslashreplace") or f"<{i}>"
-            while self.ids.get(name, i) != i:
-                name = f"<{i}>{name}"
-            self.names[i] = name
-            self.ids[name] = i
+        self.ids = {name: i for i, name in enumerate(self.names)}
         defaults = {"bos_token": boundary, "eos_token": boundary, "pad_token": "<pad>" if silent else boundary,
                     "special_tokens_pattern": "bos" if boundary else "none", "split_special_tokens": True,
                     "clean_up_tokenization_spaces": False, "padding_side": "left"}
@@ -68,7 +64,7 @@ class TrainGPTTokenizer(PreTrainedTokenizer):
         return self.names[index]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; special tokens keep their names."""
+        """Return the text of tokens. Bytes that are not UTF-8 become U+FFFD; special tokens keep their names."""
         parts = []
         for is_special, run in groupby(tokens, lambda token: token in self.all_special_tokens):
             ids = np.array([self.ids[token] for token in run])

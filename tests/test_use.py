@@ -1,5 +1,6 @@
 """Using what was trained: artifacts that describe themselves, text and scores from them, and several launchers."""
 
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,8 @@ import sys
 import time
 import zlib
 
+import events as event_log
+import export_hf
 import pytest
 import sample
 import torch
@@ -27,6 +30,18 @@ def trained(tmp_path_factory):
         run_here(monkeypatch, folder, *tiny_arguments(
             data, RUN_ID="run", **NAMES, EXPORT_BITS=5, EXPORT_CODER="huffman", INT8_KEEP_FLOAT_MAX_NUMEL=100))
     return folder, data, events(folder, "run")[-1]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a script's main() with arguments and typed lines; returns what it printed. SystemExit has its error."""
+    def run(script, *arguments, typed=""):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        script.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_an_artifact_needs_no_shape_variables(trained, tmp_path, monkeypatch, capsys):
@@ -84,58 +99,42 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
         sample.load(other)
 
 
-def test_a_prompt_that_is_not_utf_8_is_continued(trained):
+def test_a_run_is_summarized(trained, tmp_path, monkeypatch, call):
     folder, *_ = trained
-    result = subprocess.run([sys.executable, REPOSITORY / "logs" / "sample.py", folder / "final_model.int8.ptz",
-                             "--interactive", "--length", "3"], input=b"\xff\xfe x\n", capture_output=True, check=False)
-    assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
-    result = subprocess.run([sys.executable, REPOSITORY / "logs" / "sample.py", folder / "final_model.int8.ptz",
-                             "--prompt", b"\xff x", "--length", "3"], capture_output=True, check=False)
-    assert result.returncode == 0 and result.stdout.startswith(b"? x"), result.stderr
-
-
-@pytest.mark.parametrize("script", ["sample.py", "export_hf.py"])
-def test_weights_without_settings_ask_for_them(trained, tmp_path, script):
-    folder, *_ = trained
-    result = run_script(script, folder / "final_model.pt", *([tmp_path / "hf"] if script == "export_hf.py" else []))
-    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert f"{script}: {folder}/final_model.pt does not say what its model is; add the settings" in result.stderr
-    if script == "export_hf.py":
-        usage = run_script(script).stderr
-        assert "required: model" in usage and "VARIABLE=value" not in usage.splitlines()[-1]
-
-
-def test_settings_may_stand_after_options(trained):
-    folder, *_ = trained
-    result = run_script("sample.py", folder / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings())
-    assert result.returncode == 0 and result.stdout.startswith("a"), result.stderr
-
-
-def test_a_run_is_summarized_and_found_by_its_log(trained, tmp_path):
-    folder, *_ = trained
-    log = next((folder / "logs").glob("*.jsonl"))
-    for name in (log, log.stem):
-        result = run_script("events.py", name, cwd=folder)
-        assert result.returncode == 0 and " bits per byte of the validation text, with " in result.stdout, result.stderr
-    model = run_script("sample.py", log.stem, "--length", "3", cwd=folder)  # in the OUT_DIR that its log names
-    assert model.returncode == 0, model.stderr
-    (tmp_path / "logs").mkdir()
-    later = tmp_path / "logs" / "first.jsonl"
-    model_path = folder / "final_model.int8.ptz"
-    later.write_text(log.read_text().replace('"OUT_DIR": "."', f'"OUT_DIR": {json.dumps(str(tmp_path))}'))
-    (tmp_path / model_path.name).write_bytes(model_path.read_bytes() + b"later")
-    replaced = run_script("sample.py", "first", cwd=tmp_path)
-    assert replaced.returncode == 1 and "is the model of a later run with the same OUT_DIR, not of first" in replaced.stderr
-    wrong = run_script("events.py", "nope", cwd=folder)
-    assert wrong.returncode == 1 and wrong.stderr == f"events.py: nope is no log of a run; there are: {log.stem}\n"
+    monkeypatch.chdir(folder)
+    log = folder / "logs" / "run.jsonl"
+    for name in (log, "run", ""):
+        assert " bits per byte of the validation text, with " in call(event_log, *([name] if name else []))
+    with pytest.raises(SystemExit, match="^events.py: nope is no log of a run; there are: run$"):
+        call(event_log, "nope")
     lines = log.read_text().splitlines()
     (tmp_path / "cut.jsonl").write_text("\n".join(lines[:3]) + "\n")
-    assert "the run has not ended; it left no checkpoint" in run_script("events.py", tmp_path / "cut.jsonl").stdout
-    events = [json.loads(line) for line in lines]
-    for event in (event for event in events if event["event"] == "train"):
-        event.update(train_loss=0.1, epoch=5)
-    (tmp_path / "often.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
-    assert "warning: it read its text 5 times and knows it far better" in run_script("events.py", tmp_path / "often.jsonl").stdout
+    assert "the run has not ended; it left no checkpoint" in call(event_log, tmp_path / "cut.jsonl")
+    often = [{**event, "train_loss": 0.1, "epoch": 5} if event["event"] == "train" else event for event in map(json.loads, lines)]
+    (tmp_path / "often.jsonl").write_text("\n".join(map(json.dumps, often)) + "\n")
+    assert "warning: it read its text 5 times and knows it far better" in call(event_log, tmp_path / "often.jsonl")
+
+
+def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
+    """In the OUT_DIR that the log names, unless that has the model of another run; without a name, the newest in logs/."""
+    folder, *_ = trained
+    monkeypatch.chdir(folder)
+    assert sample.find_model("run").read_bytes() == (folder / "final_model.int8.ptz").read_bytes()
+    with pytest.raises(ValueError, match="'' is neither a file nor a RUN_ID with a model in logs/; there are: none"):
+        sample.find_model("")
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("new", "old")):
+        model = tmp_path / "logs" / name / "final_model.int8.ptz"
+        model.parent.mkdir(parents=True)
+        model.write_bytes(b"another model")
+        os.utime(model, (10**9 - age, 10**9 - age))
+    assert sample.find_model("").parent.name == "new"
+    log = (folder / "logs" / "run.jsonl").read_text()
+    (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
+    with pytest.raises(ValueError, match="is the model of a later run with the same OUT_DIR, not of new"):
+        sample.find_model("new")
+    with pytest.raises(ValueError, match="'none' is neither a file nor a RUN_ID with a model in logs/; there are: old, new"):
+        sample.find_model("none")
 
 
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
@@ -156,7 +155,7 @@ def test_load_gives_a_notebook_the_model(trained):
     assert 0 < difference.abs().max() < 1  # rounded to 5 bits
     with pytest.raises(ValueError, match="final_model.pt does not say what its model is; add the settings.*NUM_LAYERS=9"):
         sample.load(folder / "final_model.pt")
-    with pytest.raises(ValueError, match="does not say its DTYPE, nor do the settings; .*DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
+    with pytest.raises(ValueError, match="and its DTYPE, such as DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
         sample.load(folder / "final_model.pt", [word for word in tiny_settings() if not word.startswith("DTYPE=")])
 
 
@@ -236,28 +235,22 @@ def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
     assert list(sample.generate(model, list(range(2, 30)), 1, options, None)) == [30, 31, 32, 33, 34]
 
 
-def run_script(name, *arguments, **options):
-    return subprocess.run([sys.executable, str(REPOSITORY / "logs" / name), *map(str, arguments)], text=True,
-                          capture_output=True, check=False, **options)
-
-
-def test_text_comes_from_the_artifact(trained):
+def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, call):
     folder, *_ = trained
+    model = folder / "final_model.int8.ptz"
     options = ["--prompt", "the quick", "--length", "12", "--samples", "2", "--seed", "3"]
-    first = run_script("sample.py", folder / "final_model.int8.ptz", *options)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.count("the quick") == 2 and "tokens/s]" in first.stderr
-    assert run_script("sample.py", folder / "final_model.int8.ptz", *options).stdout == first.stdout
-    asked = run_script("sample.py", folder / "final_model.int8.ptz", "--interactive", "--length", "3", input="the\nfox\n")
-    assert asked.stdout.startswith("the") and "\nfox" in asked.stdout
+    first = call(sample, model, *options)
+    assert first.count("the quick") == 2 and call(sample, model, *options) == first
+    asked = call(sample, model, "--interactive", "--length", "3", typed="the\nfox\n")
+    assert asked.startswith("the") and "\nfox" in asked
+    assert call(sample, folder / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings()).startswith("a")
 
 
-def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
-    """One text of whole rows is a validation split without a boundary at its end; shorter ones are added by hand."""
+def test_texts_are_scored_as_one_token_at_a_time_would_be(trained, tmp_path, call):
     folder, *_ = trained
-    model = sample.load(folder / "final_model.int8.ptz")
-    tokenizer = sample.find_tokenizer(model)
-    texts = ["the quick brown fox jumps over the lazy dog, " * 9, "é 漢字", "x" * 40]
+    artifact = folder / "final_model.int8.ptz"
+    model = sample.load(artifact)
+    texts = ["the quick brown fox jumps over the lazy dog, " * 2, "é 漢字", "x" * 40]
     wanted = []
     for text in texts:
         tokens = torch.tensor([1, *(byte + 4 for byte in text.encode())])
@@ -268,35 +261,35 @@ def test_a_text_is_scored_as_the_trainer_would(trained, tmp_path, capsys):
             nats -= model.logits(model.hidden(row[None]))[0, -1].log_softmax(0)[tokens[i]].item()
         wanted.append(nats / 0.6931472)
     sizes = [len(text.encode()) for text in texts]
-    assert sample.score(model, tokenizer, texts) == pytest.approx(sum(wanted) / sum(sizes), rel=1e-5)
-    assert sample.score(model, tokenizer, texts[1:2]) == pytest.approx(wanted[1] / sizes[1], rel=1e-5)
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert sample.read_texts(path) == texts
-    path.write_text('\ufeff{"text": "a"}\n  \n', encoding="utf-8")
-    assert sample.read_texts(path) == ["a"]
-    (tmp_path / "windows.txt").write_bytes(b"two\r\nlines\r\n")
-    assert sample.read_texts(tmp_path / "windows.txt") == ["two\r\nlines\r\n"]
-    for content, message in ((b'{"text": "a"}\n{"txt": 3}\n', "a line is not"), (b"", "there is no text"),
-                             (b'{"text": 3}', "a line is not"), (rb'{"text": "\ud800"}', "surrogates not allowed"),
-                             (b"gr\xfc\xdfe", "texts.jsonl is not UTF-8 text")):
+    for chosen in (slice(0, 3), slice(1, 2)):
+        path.write_text("\ufeff" + "".join(json.dumps({"text": text}) + "\n \n" for text in texts[chosen]), encoding="utf-8")
+        printed = call(sample, artifact, "--score", path).split()
+        assert int(printed[0]) == len(texts[chosen])
+        assert float(printed[2]) == pytest.approx(sum(wanted[chosen]) / sum(sizes[chosen]), rel=1e-5)
+    for content, message in ((b'{"text": "a"}\n{"txt": 3}\n', "each line must be"), (b"", "there is no text"),
+                             (b'{"text": 3}', "each line must be"), (rb'{"text": "\ud800"}', "surrogates not allowed"),
+                             (b"gr\xfc\xdfe", "texts.jsonl: each line must be .*, in UTF-8")):
         path.write_bytes(content)
-        result = run_script("sample.py", folder / "final_model.int8.ptz", "--score", path)
-        assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+        with pytest.raises(SystemExit, match=message):
+            call(sample, artifact, "--score", path)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["missing.ptz"], "'missing.ptz' is neither a file nor a RUN_ID with a model in logs/"),
-    (["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
-    (["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
-    (["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model")])
-def test_what_cannot_be_sampled_is_named(trained, tmp_path, arguments, message):
+@pytest.mark.parametrize("script, arguments, message", [
+    (sample, ["missing.ptz"], "'missing.ptz' is neither a file nor a RUN_ID with a model in logs/"),
+    (sample, ["ARTIFACT", "--tokenizer", "none.model"], "tokenizer none.model not found"),
+    (sample, ["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
+    (sample, ["ARTIFACT", "NUM_LAYERS=3"], "cannot be loaded into this model"),
+    (sample, ["ARTIFACT", "--temperature", "-1"], "2"),
+    (sample, ["WEIGHTS"], "sample.py: .*final_model.pt does not say what its model is; add the settings"),
+    (export_hf, ["WEIGHTS", "hf"], "export_hf.py: .*final_model.pt does not say what its model is; add the settings")])
+def test_what_cannot_be_used_is_named(trained, tmp_path, call, script, arguments, message):
     folder, *_ = trained
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": ["a"] * 260}))
-    files = {"ARTIFACT": folder / "final_model.int8.ptz", "OTHER": other}
-    result = run_script("sample.py", *(files.get(argument, argument) for argument in arguments))
-    assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr
+    files = {"ARTIFACT": folder / "final_model.int8.ptz", "WEIGHTS": folder / "final_model.pt", "OTHER": other}
+    with pytest.raises(SystemExit, match=message):
+        call(script, *(files.get(argument, argument) for argument in arguments))
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -354,35 +347,24 @@ def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched)
 
 
 @pytest.mark.slow
-def test_two_processes_of_an_mpi_train_together(trained, tmp_path):
-    """Without MPI: the variables that its mpirun would set. Each rank logs what torchrun's would."""
-    folder, data, _ = trained
+@pytest.mark.parametrize("program, options", [
+    ("", []), ("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe"]), ("mpirun.mpich", [])])
+def test_two_processes_of_an_mpi_train_together(trained, tmp_path, program, options):
+    """Without a program: the variables that MPICH's mpirun would set."""
+    if program and not shutil.which(program):
+        pytest.skip(f"{program} is not installed")
+    _, data, _ = trained
+    command = [sys.executable, str(REPOSITORY / "train_gpt.py"), *tiny_arguments(data, RUN_ID="mpi")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29617"}
-    processes = []
-    for rank in ("0", "1"):
-        variables = {**MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}
-        processes.append(subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "train_gpt.py"), *tiny_arguments(data, RUN_ID="mpi")], cwd=tmp_path,
-            env={**environment, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    if program:
+        launches = [([program, *options, "-n", "2", *command], environment)]
+    else:
+        launches = [(command, {**environment, **MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank}) for rank in "01"]
+    processes = [subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                 for words, variables in launches]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [process.returncode for process in processes] == [0] * len(launches), outputs
     one = run_trainer(tmp_path, *tiny_arguments(data, RUN_ID="one", OUT_DIR="one"))
     assert one.returncode == 0, one.stderr
     found, wanted = ([e["train_loss"] for e in events(tmp_path, name) if e["event"] == "train"] for name in ("mpi", "one"))
     assert found == pytest.approx(wanted, abs=1e-5) and "world_size:2" in outputs[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program, options", [("mpirun.openmpi", ["--allow-run-as-root", "--oversubscribe"]), ("mpirun.mpich", [])])
-def test_the_mpi_that_is_installed_trains_the_same(trained, tmp_path, program, options):
-    if not shutil.which(program):
-        pytest.skip(f"{program} is not installed")
-    _, data, _ = trained
-    command = [program, *options, "-n", "2", sys.executable, str(REPOSITORY / "train_gpt.py"), *tiny_arguments(data, RUN_ID="mpi")]
-    found = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                           timeout=240, check=False)
-    assert found.returncode == 0 and "world_size:2" in found.stdout, found.stderr
-    one = run_trainer(tmp_path, *tiny_arguments(data, RUN_ID="one", OUT_DIR="one"))
-    assert one.returncode == 0, one.stderr
-    losses = [[e["train_loss"] for e in events(tmp_path, name) if e["event"] == "train"] for name in ("mpi", "one")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
