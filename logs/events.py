@@ -58,16 +58,17 @@ def summarize(log: Path) -> str:
     folder = Path(latest["config"]["config"]["OUT_DIR"])
     if "final" not in latest:
         has_checkpoint = any(folder.glob(f"checkpoints/{glob.escape(log.stem)}_*.pt"))
-        hint = f"RUN_ID={log.stem} RESUME=auto resumes it from its last checkpoint" if has_checkpoint else "it left no checkpoint"
+        hint = f"resume it with RUN_ID={log.stem} RESUME=auto" if has_checkpoint else "it left no checkpoint"
         return f"{log}: the run has not ended; {hint}"
-    final, export, train, run = latest["final"], latest.get("export"), latest.get("train"), shlex.quote(log.stem)
+    final, export, train = latest["final"], latest.get("export"), latest.get("train")
+    run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
     warning = ""
     if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
-        warning = (f"\nwarning: it read its text {train['epoch']:.0f} times and knows it far better than other text "
-                   f"({train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): train on more text or for less time")
+        warning = (f"\nwarning: it read its text {train['epoch']:.0f} times and knows it far better than other text ("
+                   f"{train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): use more text or fewer steps")
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
 {export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warning}
 log       {log}; {log.with_suffix('.txt')} also has the script

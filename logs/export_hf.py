@@ -3,8 +3,8 @@
     python logs/export_hf.py RUN_ID huggingface/
     python logs/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192 ...    with all settings of its training
 
-The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself and three short
-files that let transformers (5.0 or newer) use them. The script then loads the folder and compares its logits with the model's.
+The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself and three
+short files that let transformers (5.0 or newer) use them. The script then loads the folder and compares its logits.
 """
 
 import argparse
@@ -27,8 +27,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the code, the tokenizer and the weights of a model. Raises ValueError if the folder is not empty, OSError and, without
-    safetensors, ImportError."""
+    """Write a folder for transformers. Raises ValueError if it is not empty, and OSError."""
     from safetensors.torch import save
     config = model.config
     if folder.exists() and any(folder.iterdir()):

@@ -1,16 +1,11 @@
-"""A model of train_gpt.py for transformers. The model itself is the GPT in train_gpt.py, the file beside this one."""
+"""A model of train_gpt.py for transformers 5.0 or newer. The model itself is the GPT in train_gpt.py beside this file."""
 
 import hashlib
 import json
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-
-if int(transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(f"this model needs transformers 5.0 or newer, not {transformers.__version__}: pip install -U transformers")
-
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -48,7 +43,6 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     that fit into the context, as in sample.py."""
 
     config_class = TrainGPTConfig
-    _supports_sdpa = True
 
     def __init__(self, config: TrainGPTConfig):
         super().__init__(config)
@@ -73,10 +67,6 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.tok_emb
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs) -> dict:
         """Return the arguments of `forward` for the next token of the rows that generate() has so far, without the others,

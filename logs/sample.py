@@ -5,19 +5,18 @@
     python logs/sample.py final_model.int8.ptz --score texts.jsonl    bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
-their settings: add all of those that the training set, and its DTYPE, for example DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
-NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TOKENIZER_PATH=... (see the config event in the .jsonl log). Tokens/s are printed
-to stderr.
+their settings: add all of those that the training set, and its DTYPE, such as DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
+NUM_HEADS=4 TOKENIZER_PATH=... (see the config event in the .jsonl log).
 """
 
 import argparse
 import codecs
-import contextlib
 import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -159,10 +158,10 @@ def read_texts(path: Path) -> list[str]:
 
 
 def ask() -> Iterator[str]:
-    """Yield the lines that are typed, with a history where there is a terminal."""
-    with contextlib.suppress(ImportError):
+    """Yield the lines that are typed."""
+    with suppress(ImportError):
         import readline  # noqa: F401  (input() has a history then)
-    with contextlib.suppress(EOFError):
+    with suppress(EOFError):
         while True:
             yield input("> " if sys.stdin.isatty() else "")
 

@@ -153,8 +153,6 @@ def test_load_gives_a_notebook_the_model(trained):
     tokens = torch.randint(0, 260, (2, 32))
     difference = model.logits(model.hidden(tokens)) - floats.logits(floats.hidden(tokens))
     assert 0 < difference.abs().max() < 1  # rounded to 5 bits
-    with pytest.raises(ValueError, match="final_model.pt does not say what its model is; add the settings.*NUM_LAYERS=9"):
-        sample.load(folder / "final_model.pt")
     with pytest.raises(ValueError, match="and its DTYPE, such as DTYPE=bfloat16"):  # the frequencies of a bfloat16 model would be others
         sample.load(folder / "final_model.pt", [word for word in tiny_settings() if not word.startswith("DTYPE=")])
 
@@ -175,14 +173,13 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     assert (loaded.logits(loaded.hidden(tokens)) - wanted).norm() < 0.03 * wanted.norm()
 
 
-def test_load_keeps_what_the_artifact_has_of_a_table_in_float32(tmp_path):
+def test_load_keeps_a_table_in_float32(tmp_path):
     model = trained_like(tiny_config(dtype="bfloat16", embed_float32=True))
     (tmp_path / "a.ptz").write_bytes(train_gpt.pack(model.state_dict(), model.config)[0])
     train_gpt.load_weights(model, tmp_path / "a.ptz")
     table = model.tok_emb.weight
     assert not torch.equal(table, table.bfloat16().float())
-    loaded = sample.load(tmp_path / "a.ptz")
-    assert torch.equal(loaded.tok_emb.weight, table)
+    assert torch.equal(sample.load(tmp_path / "a.ptz").tok_emb.weight, table)
 
 
 def tiny_settings() -> list[str]:
@@ -333,10 +330,7 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(launched):
     assert launched(PALS, PBS_NODEFILE=launched.nodes) == ([5, 8, 1, 4], "x3001c0s1", "29500")
     assert launched({**OPEN_MPI, **BATCH}) == ([5, 8, 1, 4], "rack1n3", "29500")  # mpirun in a batch job
     assert launched(OPEN_MPI, MASTER_ADDR="a", MASTER_PORT="2") == ([5, 8, 1, 4], "a", "2")
-
-
-def test_one_process_in_a_job_stays_one(launched):
-    assert launched(BATCH)[0] == [0, 1, 0, 1]
+    assert launched(BATCH)[0] == [0, 1, 0, 1]  # one process in a job
 
 
 def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched):
