@@ -63,8 +63,7 @@ def read_run(text: str) -> Run:
 
 
 def flops_per_token(config: dict) -> int:
-    """Return the FLOPs of forward and backward for a token: 6 for each weight of a product, plus causal
-    attention. `config` has the trainer's settings by name."""
+    """Return the FLOPs of forward and backward for a token: 6 for each weight of a product, plus causal attention."""
     width = config["MODEL_DIM"]
     kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
     rows = math.ceil(config["VOCAB_SIZE"] / config["VOCAB_PAD"]) * config["VOCAB_PAD"]
@@ -73,8 +72,8 @@ def flops_per_token(config: dict) -> int:
 
 
 def mfu_of(start: dict, rate: float) -> float | None:
-    """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses. `start` is a "config"
-    event, which has the GPU and the settings. Return None if the peak is unknown, as in float32."""
+    """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses; None if the peak is unknown, as in
+    float32. `start` is a "config" event, which has the GPU and the settings."""
     gpu = start.get("gpu", "")
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)]
     if not peaks or start["config"]["DTYPE"] == "float32":
