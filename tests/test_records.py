@@ -172,12 +172,6 @@ def set_in_logs(folder: Path, name: str, old: str, new: str) -> None:
         edit(path, f'"{name}": {re.escape(old)}', f'"{name}": {new}')
 
 
-def without_training_steps(folder: Path, *steps: int) -> None:
-    """Takes training steps, by default all, out of the log of a seed."""
-    gone = steps or range(100)
-    rewrite_events(folder, lambda e: None if e["event"] == "train" and e["step"] in gone else e)
-
-
 def longer_training(folder: Path) -> None:
     """Puts the last validation at 900 s of the training clock, with few steps in the log to show it."""
     rewrite_events(folder, lambda e: {**e, "train_time_ms": 900e3} if e["event"] == "val" and e["step"] == 4 else e)
@@ -206,8 +200,6 @@ def faster_clock(folder: Path) -> None:
 
 FORGERIES = {
     "a better mean": (lambda f: claim(f, val_bpb=claims(f)["val_bpb"] - 0.01), "submission.json: val_bpb is"),
-    "a better seed": (lambda f: claim(f, seed_results={**claims(f)["seed_results"], "2": {
-        **claims(f)["seed_results"]["2"], "val_bpb": 1.0}}), "seed_results: 2: val_bpb is 1.0, but the logs give"),
     "two starts": (lambda f: insert_event(f, 0, val_bytes=5952), "must have one config event"),
     "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
         key: value for key, value in claims(f).items() if key != "is_best"})),
@@ -226,9 +218,6 @@ FORGERIES = {
                               "imports helper: code that is not counted"),
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
-    "an infinite loss": (lambda f: change(f, "final", val_loss=float("inf")), "is not val_loss . tokens"),
-    "no bytes at all": (lambda f: edit(f / "train_seed2.jsonl", '"val_bytes": 2976', '"val_bytes": 0'),
-                        "ZeroDivisionError"),
     "fewer ranks than said": (lambda f: change(f, "config", world_size=8), "seed 2 differs in world_size from seed 1"),
     "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "-0.0 s of evaluation, but"),
     "twice the bytes of text": (consistent_score, "are not those of the division 'tiny'"),
@@ -258,8 +247,8 @@ FORGERIES = {
                        "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
     "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"),
                "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
-    "no training steps in the log": (without_training_steps, r"training steps .1, 2, 3. are not in the log"),
-    "sparse training steps": (lambda f: without_training_steps(f, 3), r"training steps .3. are not in the log"),
+    "sparse training steps": (lambda f: rewrite_events(f, lambda e: None if e["event"] == "train" and e["step"] == 3 else e),
+                              r"training steps .3. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
     "other data for one seed": (lambda f: change(f, "config", data_sha256={"tiny_train_000000.bin": "0"}),
@@ -269,10 +258,7 @@ FORGERIES = {
     "an artifact that is better than its weights": (better_artifact,
                                                     "nats better than the weights that it was made from"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
-    "an artifact of no seed": (lambda f: (f / "artifact_seed9.int8.ptz").write_bytes(b"x"), "artifact_seed9.int8.ptz does not belong"),
     "a folder in the folder": (lambda f: (f / "data").mkdir(), "data does not belong in a record"),
-    "a best that is not one": (lambda f: claim(f, is_best=True),
-                               "submission.json: is_best is True, but the logs give False"),
     "a claim that nothing checks": (lambda f: claim(f, world_record=True),
                                     "world_record is True, but the logs give 'nothing'"),
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
@@ -282,7 +268,6 @@ FORGERIES = {
                                 "val shards that the log"),
     "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
                                     "disagree on PyTorch"),
-    "another division": (lambda f: claim(f, division="other"), "division 'other' must be one of tiny"),
     "a resumed run": (lambda f: insert_event(f, 1, event="resume", step=2), "a record is one run from its first step to its end"),
     "an absolute path in the settings": (lambda f: set_in_logs(f, "DATA_PATH", '"tiny"', '"/tiny"'),
                                          "DATA_PATH must be relative to the repository"),
@@ -319,35 +304,29 @@ def test_forgeries_are_refused_with_the_reason(records, name):
     assert any(re.search(reason, finding) for finding in found), found
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("exec(text)", "exec"), ("eval('1')", "eval"), ("run = eval", "eval"), ("compile('1', '', 'eval')", "compile"),
-    ("__import__('helper')", "__import__"), ("import importlib.util", "importlib"),
-    ("from importlib import util", "importlib"),
-    ("import ctypes\nctypes.CDLL('./x.so')", "ctypes for more than mallopt"), ("from ctypes import CDLL", "ctypes"),
-    ("import ctypes\nctypes.CDLL(None).system(b'ls')", "ctypes for more"), ("import ctypes as c", "ctypes as c"),
-    ("import ctypes\nstart = ctypes.CDLL(None).mallopt", "ctypes for more"), ("import ctypes.util", "ctypes for more"),
-    ("import ctypes\nctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "ctypes for more"),
-    ("torch.ctypes.CDLL('./x.so')", "ctypes for more"), ("torch.hub.load('a', 'b')", "torch.hub"),
-    ("from torch import hub", "torch.hub"), ("import pickle", "pickle"),
-    ("torch.load(path, weights_only=False)", "weights_only"),
-    ("os.system('ls')", "os.system"), ("os.execv('ls', [])", "os.execv"),
-    ("from torch.utils.cpp_extension import load", "cpp_ext"),
-    ("import subprocess\nsubprocess.run(['curl', 'x'])", "subprocess for more than nvidia-smi and scontrol"),
-    ("import subprocess\nprogram = input()\nsubprocess.run(program)", "subprocess for more"),
-    ("import subprocess\nstart = subprocess.run", "subprocess for more"),
-    ("import subprocess as s\ns.run('ls')", "subprocess"),
-    ("from subprocess import run", "subprocess for more"), ("from os import system", "os.system"),
-    ("import os as o", "os as o"),
-    ("import subprocess\nsubprocess.getoutput('nvidia-smi; curl x')", "subprocess for more"),
-    ("import subprocess\nsubprocess.getoutput('timeout 30 curl x')", "subprocess for more"),
-    ("import subprocess\nsubprocess.getoutput('nvidia-smi' + more)", "subprocess for more"),
-    ("import subprocess\nstart = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run",
-     "subprocess for more"),
-    ("from . import helper", "imports .: code that is not counted"),
-    ("import requests", "imports requests: code that is not counted"),
-    (f"TABLE = '{'x' * 120}'", "a line of 130 characters, more than 120")])
+HIDING = {  # what check_script says: scripts, each of one statement after the import
+    "which can hide code": [
+        "exec(text)", "eval('1')", "run = eval", "compile('1', '', 'eval')", "__import__('helper')", "import importlib.util",
+        "from importlib import util", "import pickle", "torch.load(path, weights_only=False)", "os.system('ls')",
+        "os.execv('ls', [])", "from os import system", "import os as o", "torch.hub.load('a', 'b')", "from torch import hub",
+        "from torch.utils.cpp_extension import load", "import subprocess as s", "import ctypes as c"],
+    "ctypes for more than mallopt": [
+        "ctypes.CDLL('./x.so')", "ctypes.CDLL(None).system(b'ls')", "start = ctypes.CDLL(None).mallopt", "import ctypes.util",
+        "ctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "torch.ctypes.CDLL('./x.so')", "from ctypes import CDLL"],
+    "subprocess for more than nvidia-smi and scontrol": [
+        "subprocess.run(['curl', 'x'])", "subprocess.run(program)", "start = subprocess.run", "from subprocess import run",
+        "subprocess.getoutput('nvidia-smi; curl x')", "subprocess.getoutput('timeout 30 curl x')",
+        "subprocess.getoutput('nvidia-smi' + more)",
+        "start = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run"],
+    "code that is not counted": ["from . import helper", "import requests"],
+    "a line of 130 characters, more than 120": [f"TABLE = '{'x' * 120}'"],
+}
+
+
+@pytest.mark.parametrize("line, reason", [(line, reason) for reason, lines in HIDING.items() for line in lines])
 def test_scripts_that_can_hide_code_are_refused(line, reason):
-    assert any(reason in finding for finding in rules.check_script(line + "\n")), rules.check_script(line + "\n")
+    found = rules.check_script(line + "\n")
+    assert any(reason in finding for finding in found), found
 
 
 def test_scripts_may_ask_for_the_gpus_and_the_hosts_and_keep_freed_memory():
@@ -544,22 +523,18 @@ def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monk
 
 
 def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
-    settings = dict(part.split("=", 1) for part in tiny_arguments("tiny", SEED="1", RUN_ID="Control_seed1",
-                                                                  OUT_DIR="logs/Control_seed1", **CAP))
-    assert common.has_finished(root, "Control_seed1", settings, 1)
-    assert not common.has_finished(root, "Control_seed1", {**settings, "MATRIX_LR": "1"}, 1)
-    assert not common.has_finished(root, "Control_seed1", settings, 2)
+    run_id = "Control_seed1"
+    settings = common.pairs_of(tiny_arguments("tiny", SEED="1", RUN_ID=run_id, OUT_DIR=f"logs/{run_id}", **CAP))
+    assert common.has_finished(root, run_id, settings, 1)
+    assert not common.has_finished(root, run_id, {**settings, "MATRIX_LR": "1"}, 1)
+    assert not common.has_finished(root, run_id, settings, 2)
     assert not common.has_finished(root, "Control_seed9", settings, 1)
-    log = root / "logs" / "Control_seed1.jsonl"
-    text = log.read_text()
-    for cut in (text.rstrip("\n").rpartition("\n")[0] + "\n", text[:-30], ""):
-        log.write_text(cut)
-        assert not common.has_finished(root, "Control_seed1", settings, 1)
-    log.write_text(text)
-    script = (root / "train_gpt.py").read_text()
-    (root / "train_gpt.py").write_text("# another\n" + script)
-    assert not common.has_finished(root, "Control_seed1", settings, 1)
-    (root / "train_gpt.py").write_text(script)
+    log = root / "logs" / f"{run_id}.jsonl"
+    for path, other in ((log, log.read_text()[:-30]), (log, ""), (root / "train_gpt.py", "another script")):
+        text = path.read_text()
+        path.write_text(other)
+        assert not common.has_finished(root, run_id, settings, 1)
+        path.write_text(text)
 
 
 @pytest.mark.parametrize("more, reason", [
@@ -627,15 +602,12 @@ def test_a_record_whose_artifacts_are_not_kept_has_their_digests(records):
 
 
 def test_a_reader_is_warned_of_a_validation_loss_that_is_too_near_to_the_training_loss(records):
-    gap = claims(records)["gap"]
-    last = [json.loads(line) for line in (records / "train_seed2.jsonl").read_text().splitlines()]
-    losses = {kind: next(e[f"{kind}_loss"] for e in reversed(last) if e["event"] == kind) for kind in ("train", "val")}
-    assert gap["here"] == pytest.approx(losses["val"] - losses["train"], abs=0.3) and gap["incumbent"] is not None
-    assert f"The validation loss is {gap['here']:+.2f} nats from the training loss; there, " in (records / "README.md").read_text()
+    seed = {"losses": [9.0] * 18 + [2.0, 4.0], "val_bpb_before_export": 3.5 / 0.6931472, "val_bytes": 8, "val_tokens": 8}
+    assert record_claims.loss_gap([seed]) == pytest.approx(0.5, abs=1e-6)
     submission = claims(records)
     for here, warns in ((0.33, False), (-0.26, True)):
         text = record_claims.render({**submission, "gap": {"here": here, "incumbent": 0.34}})
-        assert ("**Warning: a validation loss this near" in text) is warns
+        assert ("**Warning: a validation loss this near" in text) is warns and f"is {here:+.2f} nats from" in text
 
 
 def test_all_committed_records_are_as_they_say():
