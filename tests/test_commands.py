@@ -48,6 +48,21 @@ def test_the_commands_in_the_readmes_name_scripts_options_and_variables_that_exi
     assert found or readme.startswith("records/track_")
 
 
+def test_links_lead_to_files_and_headings():
+    texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("[.dl]*/*.md"), *(REPOSITORY / "records").rglob("*.md")]
+    for path in texts:
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            place, _, heading = link.partition("#")
+            if place.startswith(("https://", "../../actions/")):  # the second is a page of the forge
+                continue
+            target = (path.parent / place).resolve() if place else path
+            assert target.exists(), (path, link)
+            if heading:
+                titles = re.findall(r"^#+ (.+)", target.read_text(encoding="utf-8"), re.M)
+                assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, (path, link)
+    assert len(texts) > 15
+
+
 # ---- run.sh ------------------------------------------------------------------------------------------------
 
 
