@@ -54,6 +54,7 @@ HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or M
          "torchdynamo|inductor": "Install what is missing, such as python3-dev, or set COMPILE=0",
          "address already in use": "Set another MASTER_PORT",
          "connection (reset|closed|refused)": "Another rank has ended, or MASTER_ADDR is wrong"}
+CASE = "\ue001\ue002\ue003"  # operators for capital letters: tokens without bytes (CaseOps)
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 # Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
@@ -493,7 +494,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             boundary = [model.is_control(i) for i in ids]
             silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
-            lengths = [1 if model.is_byte(i) else len(pieces[i].encode("utf-8")) for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].strip(CASE).encode()) for i in ids]
             if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
         elif path.endswith(".json"):
@@ -757,9 +758,7 @@ class GPT(nn.Module):
 
 def choose_attention(config: Config, device: torch.device) -> str:
     """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
-    if device.type == "mps":  # it has one kernel, and no switches
-        return "math"
-    kernels = ["flash", "cudnn", "efficient", "math"]
+    kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     length = max(config.train_seq_len, config.eval_seq_len)
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels.insert(0, "cudnn")  # 1.6 times as fast there

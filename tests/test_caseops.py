@@ -1,0 +1,81 @@
+"""Capital letters as operators: the text comes back, its bytes are all counted, and samples have capitals."""
+
+import json
+import random
+import string
+from types import SimpleNamespace
+
+import numpy as np
+import prepare
+import pytest
+import sample
+import tokenization
+import torch
+import train_gpt
+from conftest import REPOSITORY, run_here, tiny_arguments
+
+FORMS = {"The quick": "\ue001the quick", "of The": "of\ue001 the", "NASA and I": "\ue002nasa and\ue001 i", "iPhone": "i\ue003phone",
+         "a NASAs": "a \ue003n\ue003a\ue003s\ue003as", "3D_Print": "3\ue001d_\ue001print", "(Yes)": "(\ue001yes)",
+         "ÉCOLE": "É\ue002cole", "no capitals": "no capitals", "": ""}
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory):
+    """A data set of the running Python's library with --caseops."""
+    out = tmp_path_factory.mktemp("folded") / "std"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["prepare.py", "stdlib", "--tokenizer", "unigram512", "--caseops", "--max-docs", "150",
+                                   "--out", str(out)])
+        prepare.main()
+    return out
+
+
+@pytest.mark.parametrize("text, wanted", FORMS.items())
+def test_operators_stand_before_a_word_and_its_space(text, wanted):
+    assert tokenization.fold_case(text) == wanted and tokenization.unfold_case(wanted) == text
+
+
+def test_every_text_comes_back_or_is_refused():
+    characters = string.ascii_letters * 2 + "   \n\t0.É_'ßİ\u2581"
+    chosen = random.Random(0)
+    for _ in range(3000):
+        text = "".join(chosen.choices(characters, k=chosen.randrange(30)))
+        assert tokenization.unfold_case(tokenization.fold_case(text)) == text
+    with pytest.raises(ValueError, match="reserves U.E001 to U.E003"):
+        tokenization.fold_case("a \ue001the")
+    assert tokenization.unfold_case("x\ue001 \ue002\ue003") == "x "  # a model may write them anywhere
+
+
+def test_all_bytes_of_the_original_text_are_counted(folded):
+    """By the manifest, whose proof the trainer has made, and by the trainer's table."""
+    val = json.loads((folded / "manifest.json").read_text())["splits"]["val"]
+    assert val["bytes"] == val["decoded_bytes"] > 10_000 and val["changed_documents"] == 0
+    tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
+    text = (REPOSITORY / "README.md").read_text()
+    ids = tokenizer.encode([text], 1)[0]
+    assert tokenizer.decode(ids).decode() == text and len(tokenizer.operators) == 3
+    assert np.isin(ids, list(tokenizer.operators)).sum() > 100
+    config = train_gpt.Config(tokenizer_path=str(folded / "tokenizer.model"), vocab_size=512)
+    table = train_gpt.load_byte_table(config)[1]
+    assert table[ids, 0].sum() == len(text.encode())
+    assert not any(set(tokenizer.model.id_to_piece(i)) & set(string.ascii_uppercase) for i in range(4 + 3 + 256, 512))
+
+
+def test_a_model_is_trained_sampled_and_scored(folded, tmp_path, monkeypatch, capsys):
+    words = tiny_arguments(folded, RUN_ID="run", OUT_DIR="", TOKENIZER_PATH=str(folded / "tokenizer.model"), VOCAB_SIZE=512)
+    run_here(monkeypatch, tmp_path, *words)
+    model = sample.load(tmp_path / "logs" / "run" / "final_model.int8.ptz")
+    tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
+    written = tokenizer.encode([" of The NASA, once More"], 1)[0].tolist()
+    capsys.readouterr()
+    monkeypatch.setattr(sample, "generate", lambda *_: iter(written))
+    sample.write_sample(model, tokenizer, "The end", SimpleNamespace(), torch.Generator())
+    assert capsys.readouterr().out == "The end of The NASA, once More\n\n"
+    assert 1 < sample.score(model, tokenizer, ["The NASA"]) < 20
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte260"])
+def test_only_a_learnt_vocabulary_of_pieces_has_operators(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr("sys.argv", ["prepare.py", "stdlib", "--tokenizer", tokenizer, "--caseops", "--out", str(tmp_path / "x")])
+    with pytest.raises(SystemExit, match="--caseops is for a vocabulary that is learnt"):
+        prepare.main()
