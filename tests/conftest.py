@@ -1,4 +1,4 @@
-"""What the tests share: the scripts on the path, the trainer in this process and as a subprocess, and its batches."""
+"""What the tests share: the scripts on the path, the trainer in this process and as a subprocess."""
 
 import contextlib
 import gc
@@ -21,7 +21,6 @@ sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data
 import train_gpt  # noqa: E402
 from tiny import (TINY, events, make_shards, make_trainer, one_process, read_checkpoint, silent_log,  # noqa: E402, F401
                   tiny_arguments, tiny_config, write_shard)
-
 
 
 def flash_groups_heads() -> bool:
@@ -86,24 +85,6 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(line)
 
 
-def micro_batches(config: train_gpt.Config, x, y) -> list[tuple]:
-    """Inputs and targets as a loader splits them."""
-    rows = config.micro_batch_tokens // config.train_seq_len
-    return list(zip(x.split(rows), y.split(rows)))
-
-
-def whole_batch(loader: train_gpt.TokenLoader, step: int) -> tuple:
-    """A rank's inputs and targets of a step, from all its micro-batches."""
-    return tuple(train_gpt.torch.cat(parts) for parts in zip(*loader.batches(step)))
-
-
-def split_batch(config: train_gpt.Config, world_size: int) -> tuple[int, int]:
-    """Spans per rank and tokens per step, as they are resolved for a number of ranks."""
-    ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))
-    resolved = train_gpt.resolve(train_gpt.replace(config, dtype="float32", compile="0"), ranks)
-    return resolved.grad_accum_steps, resolved.train_batch_tokens
-
-
 def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None, timeout=240):
     """Runs the script in `folder`, by torchrun where `ranks` > 0. Returns the finished process."""
     launcher = [sys.executable]
@@ -121,7 +102,7 @@ def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
     """The same in this process, which saves the start; SystemExit carries what it wrote to stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in signal.Signals if number.name in train_gpt.STOPS}
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):

@@ -49,7 +49,7 @@ def test_default_shape_and_names():
 
 
 @pytest.mark.parametrize("changes", [
-    *(dict(tie_embeddings=tied, num_layers=layers) for tied in (True, False) for layers in (1, 2, 5)),
+    dict(num_layers=1), dict(num_layers=5, tie_embeddings=False), dict(attn="tiled"),
     *({name: value} for name, value in SWITCHES.items()), SWITCHES], ids=lambda changes: "-".join(changes))
 def test_no_position_sees_a_later_token(changes):
     model = trained_like(tiny_config(**changes))
@@ -60,45 +60,28 @@ def test_no_position_sees_a_later_token(changes):
     assert torch.equal(a[:, :20], b[:, :20]) and not torch.equal(a[:, 20:], b[:, 20:])
 
 
-def test_initial_loss_is_that_of_a_guess():
-    model = train_gpt.GPT(tiny_config())
-    tokens = torch.randint(0, 260, (4, 33))
-    assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(260)) < 0.05
-
-
-def test_a_padded_vocabulary_has_more_rows_and_the_same_tokens():
-    for tied in (True, False):
-        model = train_gpt.GPT(tiny_config(vocab_pad=64, tie_embeddings=tied))
-        tables = [model.tok_emb] + [model.lm_head] * (not tied)
-        assert [len(table.weight) for table in tables] == [320] * len(tables)
-        tokens = torch.randint(0, 260, (2, 33))
-        assert model.logits(model.hidden(tokens[:, 1:])).shape == (2, 32, 320)
-        assert abs(model(tokens[:, :-1], tokens[:, 1:]).item() - math.log(320)) < 0.05
-    assert len(train_gpt.GPT(tiny_config(vocab_pad=26)).tok_emb.weight) == 260
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_new_model_guesses_and_a_padded_vocabulary_has_more_rows_and_the_same_tokens(tied):
+    for pad, rows in ((1, 260), (26, 260), (64, 320)):
+        model = train_gpt.GPT(tiny_config(vocab_pad=pad, tie_embeddings=tied))
+        assert len(model.tok_emb.weight) == rows and (tied or len(model.lm_head.weight) == rows)
+        tokens = torch.randint(0, 260, (4, 33))
+        assert model.logits(model.hidden(tokens[:, 1:])).shape == (4, 32, rows)
+        assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(rows), abs=0.05)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gpt2s_initial_values(tied):
-    model = train_gpt.GPT(tiny_config(init="gpt2", num_layers=8, model_dim=64, tie_embeddings=tied))
-    for name, p in model.named_parameters():
+def test_initial_values(tied):
+    published = train_gpt.GPT(tiny_config(tie_embeddings=tied))
+    assert published.tok_emb.weight.std().item() == pytest.approx(0.005 if tied else 1, rel=0.1)
+    assert ("lm_head.weight" in published.state_dict()) != tied and (tied or published.lm_head.weight.eq(0).all())
+    assert published.blocks[0].attn.proj.weight.eq(0).all() and published.blocks[0].mlp.proj.weight.eq(0).all()
+    gpt2 = train_gpt.GPT(tiny_config(init="gpt2", num_layers=8, model_dim=64, tie_embeddings=tied))
+    for name, p in gpt2.named_parameters():
         if name.endswith(".weight"):
             assert p.std().item() == pytest.approx(0.02 / (4 if ".proj." in name else 1), rel=0.1), name
             assert abs(p.mean().item()) < 0.002, name
-    assert model.skip_weights.eq(1).all() and model.blocks[0].attn_scale.eq(1).all()
-
-
-def test_tied_and_untied_heads():
-    tied, untied = (train_gpt.GPT(tiny_config(tie_embeddings=flag)) for flag in (True, False))
-    assert "lm_head.weight" not in tied.state_dict() and untied.lm_head.weight.eq(0).all()
-    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 260 * 32
-    assert 0.004 < tied.tok_emb.weight.std().item() < 0.006
-    assert 0.9 < untied.tok_emb.weight.std().item() < 1.1
-
-
-def test_every_parameter_has_a_gradient():
-    model = trained_like(tiny_config(num_layers=5))
-    model(torch.randint(0, 260, (2, 32)), torch.randint(0, 260, (2, 32))).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert gpt2.skip_weights.eq(1).all() and gpt2.blocks[0].attn_scale.eq(1).all()
 
 
 def reference_logits(model, tokens):
@@ -176,12 +159,6 @@ def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_kernel_that_cannot_be_had_is_an_error():
-    """cuDNN's attention is not for CPUs."""
-    with pytest.raises(ValueError, match="ATTN=cudnn does not run float32 heads of width 16 here: .*ATTN=auto"):
-        train_gpt.choose_attention(tiny_config(attn="cudnn"), CPU)
-
-
 def attention_and_gradients(kernel, q, k, v, dy):
     """The output of a kernel for q, k and v, and its gradients with respect to them."""
     train_gpt.choose_attention(tiny_config(attn=kernel), CPU)
@@ -190,57 +167,17 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
-@pytest.mark.skipif(PLAIN_KERNEL != "flash", reason="this PyTorch's flash kernel takes no grouped heads on CPUs")
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("length", [1, 2, 31, 128])
-def test_flash_attention_computes_what_the_math_kernel_does(heads, length):
-    """The trainer takes the first kernel that runs; that it computes the right thing is shown here."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(2, count, length, 16) for count in (heads[0], heads[1], heads[1], heads[0])]
-    wanted = attention_and_gradients("math", *inputs)
-    torch.testing.assert_close(attention_and_gradients("flash", *inputs), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("cap", [10, 64, 65, 1000])  # up to 64, the loss adds exponentials as they are
-def test_the_loss_is_the_cross_entropy_for_logits_as_large_as_the_cap(cap):
-    model = train_gpt.GPT(tiny_config(logit_softcap=cap))
-    torch.nn.init.normal_(model.tok_emb.weight, std=cap, generator=torch.Generator().manual_seed(0))
-    tokens, targets = torch.randint(0, 260, (2, 2, 32), generator=torch.Generator().manual_seed(2))
-    targets[0, :5] = -1
-    logits = model.logits(model.hidden(tokens))
-    assert logits.max() > 0.99 * cap
-    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    torch.testing.assert_close(model(tokens, targets), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 61, 128, 130])  # four tiles, even, uneven or fewer
-def test_tiled_attention_computes_what_the_math_kernel_does(kv_heads, length):
+@pytest.mark.parametrize("kernel", [PLAIN_KERNEL, "tiled"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 3, 4, 61, 128, 130])  # four tiles, even, uneven or fewer
+def test_kernels_compute_what_the_math_kernel_does(kernel, kv_heads, length):
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, length, 16).bfloat16().float() for heads in (4, kv_heads, kv_heads, 4)]
     wanted = attention_and_gradients("math", *inputs)
-    torch.testing.assert_close(attention_and_gradients("tiled", *inputs), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention_and_gradients(kernel, *inputs), wanted, rtol=1e-5, atol=1e-5)
     rounding = 0.001 * inputs[3].norm() if length == 1 else 0.0  # one token's queries and keys have no gradient
-    for found, right in zip(attention_and_gradients("tiled", *[t.bfloat16() for t in inputs]), wanted, strict=True):
+    for found, right in zip(attention_and_gradients(kernel, *[t.bfloat16() for t in inputs]), wanted, strict=True):
         assert found.dtype == torch.bfloat16 and (found.float() - right).norm() <= 0.02 * right.norm() + rounding
-
-
-def test_gradients_by_tiles_are_causal():
-    """Those of queries do not depend on later keys, those of keys and values not on earlier queries, however large."""
-    torch.manual_seed(0)
-    q, k, v, dy = torch.randn(4, 1, 2, 61, 8).unbind()
-    _, dq, dk, dv = attention_and_gradients("tiled", q, k, v, dy)
-    for t in (0, 20, 31, 59):
-        later = torch.arange(61)[:, None] > t
-        other_k, other_v = torch.where(later, 1000 * v, k), torch.where(later, 1000 * k, v)
-        other = attention_and_gradients("tiled", q, other_k, other_v, dy)
-        assert torch.equal(other[1][:, :, :t + 1], dq[:, :, :t + 1]) and not torch.equal(other[1], dq)
-        other_q, other_dy = torch.where(later, q, 1000 * k), torch.where(later, dy, 1000 * q)
-        other = attention_and_gradients("tiled", other_q, k, v, other_dy)
-        for before, after in ((dk, other[2]), (dv, other[3])):
-            assert torch.equal(after[:, :, t + 1:], before[:, :, t + 1:])
-            is_constant = t == 0 and before is dk  # query 0 sees key 0 alone, so that its softmax is 1
-            assert torch.equal(after, before) == is_constant
 
 
 @pytest.mark.parametrize("changes, wanted", [
@@ -261,35 +198,35 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
     assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == first
 
 
-def test_a_device_on_which_no_kernel_runs_is_an_error(monkeypatch):
-    def fail(q, k, v, kernel):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(train_gpt, "causal_attention", fail)
-    with pytest.raises(ValueError, match="ATTN=auto does not run .*illegal memory access"):
-        train_gpt.choose_attention(tiny_config(attn="auto"), CPU)
-
-
+@pytest.mark.parametrize("cap", [10, 64, 65, 1000])  # up to 64, the loss adds exponentials as they are
 @pytest.mark.parametrize("uncounted", [0, 1, 63])  # of 64 targets
-def test_the_loss_is_pytorchs_cross_entropy(uncounted):
-    model = trained_like(tiny_config(vocab_pad=64))
-    tokens, targets = torch.randint(0, 260, (2, 2, 32))
+def test_the_loss_is_pytorchs_cross_entropy(cap, uncounted):
+    """Also for logits as large as the cap."""
+    model = trained_like(tiny_config(vocab_pad=64, logit_softcap=cap))
+    torch.nn.init.normal_(model.tok_emb.weight, std=cap, generator=torch.Generator().manual_seed(0))
+    tokens, targets = torch.randint(0, 260, (2, 2, 32), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[torch.randperm(64)[:uncounted]] = -1
-    wanted = F.cross_entropy(model.logits(model.hidden(tokens)).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    logits = model.logits(model.hidden(tokens))
+    assert logits.max() > 0.99 * cap
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss = model(tokens, targets)
     assert loss.shape == () and loss.dtype == torch.float32
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
-    for found, right in zip(*(torch.autograd.grad(value, list(model.parameters())) for value in (loss, wanted))):
-        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+    if cap < 1000:  # gradients of so large logits have fewer digits
+        for found, right in zip(*(torch.autograd.grad(value, list(model.parameters())) for value in (loss, wanted))):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 
 def test_types_of_a_bfloat16_run():
-    """The table is bfloat16, all else float32 with values that bfloat16 can hold; so are the rotary frequencies."""
+    """The published table is bfloat16, all else float32 with values that bfloat16 can hold; so are the rotary frequencies."""
     model = train_gpt.GPT(tiny_config(dtype="bfloat16"))
     for name, p in model.named_parameters():
         assert p.dtype == (torch.bfloat16 if name == "tok_emb.weight" else torch.float32)
         assert torch.equal(p.float(), p.bfloat16().float()), name
     assert model.logits(model.hidden(torch.zeros(1, 4, dtype=torch.long))).dtype == torch.float32
+    for changes in (dict(optimizer="adamw"), dict(weight_decay=0.1), dict(embed_float32=True)):
+        model = train_gpt.GPT(tiny_config(dtype="bfloat16", **changes))
+        assert model.tok_emb.weight.dtype == torch.float32  # small updates and decay would vanish in bfloat16
     found, exact = (m.rotary[:, 1, 0] for m in (model, train_gpt.GPT(tiny_config())))  # cos, sin at position 1
     frequencies = torch.atan2(exact[1], exact[0])
     assert found.dtype == torch.float32 and not torch.allclose(found, exact, rtol=0, atol=1e-5)
