@@ -1,15 +1,17 @@
-"""The artifact: its format, its arithmetic, and what is refused."""
+"""The artifact: its format, its arithmetic, and the files that are refused."""
 
-import io
+import subprocess
+import sys
+import zipfile
 import zlib
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 import train_gpt
-from conftest import tiny_config
-
-FLOATS = (torch.float32, torch.bfloat16)
+from conftest import REPOSITORY, make_shards, one_process, run_here, tiny_arguments, tiny_config
+from test_model import SWITCHES, trained_like
 
 
 def wide_state():
@@ -30,13 +32,11 @@ def test_what_is_stored_and_how():
     assert artifact["__quant_format__"] == "int8_clean_per_row_v1"
     assert set(artifact["quantized"]) == {"tok_emb.weight", "blocks.0.mlp.fc.weight", "long_vector", "flat"}
     assert all(t.dtype == torch.int8 for t in artifact["quantized"].values())
-    assert artifact["scales"]["tok_emb.weight"].shape == (300,)
-    assert artifact["scales"]["tok_emb.weight"].dtype == torch.float16
-    assert artifact["scales"]["long_vector"].shape == () and artifact["scales"]["long_vector"].dtype == torch.float32
+    scales, kept = artifact["scales"], artifact["passthrough"]
+    assert scales["tok_emb.weight"].shape == (300,) and scales["tok_emb.weight"].dtype == torch.float16
+    assert scales["long_vector"].shape == () and scales["long_vector"].dtype == torch.float32
     assert artifact["dtypes"]["tok_emb.weight"] == "bfloat16"
-    assert artifact["qmeta"]["tok_emb.weight"] == {"scheme": "per_row", "axis": 0}
-    assert "long_vector" not in artifact["qmeta"]
-    kept = artifact["passthrough"]
+    assert artifact["qmeta"]["tok_emb.weight"] == {"scheme": "per_row", "axis": 0} and "long_vector" not in artifact["qmeta"]
     assert kept["blocks.0.attn.c_q.weight"].dtype == torch.float16  # exactly 65,536 elements
     assert artifact["passthrough_orig_dtypes"] == {"blocks.0.attn.c_q.weight": "float32"}
     assert kept["blocks.0.attn_scale"].dtype == torch.float32 and kept["steps"].dtype == torch.int64
@@ -44,7 +44,7 @@ def test_what_is_stored_and_how():
                        + 2 * 65_536 + 4 * 256 + 5 * 8)
 
 
-def test_quantisation_against_the_definition():
+def test_published_rounding_against_the_definition():
     state = wide_state()
     artifact, _ = train_gpt.quantize(state, tiny_config())
     matrix = state["blocks.0.mlp.fc.weight"]
@@ -60,18 +60,52 @@ def test_quantisation_against_the_definition():
     assert artifact["scales"]["flat"] == 1.0 and artifact["quantized"]["flat"].eq(0).all()
 
 
-def test_few_bits_of_one_kind_leave_the_other_kind_eight_good_bits():
-    """The published scales are at least 1/127, which wastes most levels of small weights: only the published settings have them."""
-    weight = 0.02 * torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
-    for changes in (dict(export_bits=6), dict(embed_bits=7), dict(export_clip=9.0)):
-        config = tiny_config(**changes)
-        for name in ("tok_emb.weight", "blocks.0.mlp.fc.weight"):
-            artifact, _ = train_gpt.quantize({name: weight}, config)
-            bits = config.export_bits if name.startswith("blocks") else config.embed_bits
-            error = (train_gpt.dequantize(artifact, {name: weight})[name] - weight).square().mean().sqrt()
-            assert error < 0.02 * 10 / 2**bits
-    artifact, _ = train_gpt.quantize({"tok_emb.weight": weight}, tiny_config())
-    assert torch.equal(artifact["quantized"]["tok_emb.weight"], (127 * weight).round().to(torch.int8))
+@pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
+@pytest.mark.parametrize("deviations", [0.0, 2.0])
+def test_rounding_to_few_bits(bits, deviations):
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    values, scales = train_gpt.round_rows(weight, bits, deviations, None)
+    levels = 2 ** (bits - 1) - 1
+    limit = deviations * weight.std(1) if deviations else weight.abs().amax(1)
+    assert values.dtype == torch.int8 and scales.dtype == torch.float16 and values.abs().max() == levels
+    torch.testing.assert_close(scales.float(), limit / levels, rtol=1e-3, atol=2e-7)
+    wanted = torch.minimum(weight.abs(), limit[:, None]) * weight.sign()
+    difference = (values.float() * scales.float()[:, None] - wanted).abs()
+    assert (difference <= 0.51 * limit[:, None] / levels + 1e-3 * limit[:, None]).all()
+    for gram in (torch.eye(64), torch.zeros(64, 64)):  # nothing to make good, and a layer without inputs
+        assert torch.equal(train_gpt.round_rows(weight, bits, deviations, gram)[0], values)
+
+
+def test_gptq_halves_the_error_of_the_outputs():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(500, 16, generator=generator) @ torch.randn(16, 64, generator=generator)  # correlated
+    inputs += 0.1 * torch.randn(500, 64, generator=generator)
+    inputs[:, 5] = 0  # a column that is never used
+    weight = torch.randn(32, 64, generator=generator)
+    errors = []
+    for gram in (None, inputs.T @ inputs):
+        values, scales = train_gpt.round_rows(weight, 4, 0.0, gram)
+        errors.append(((values * scales[:, None].float() - weight) @ inputs.T).norm().item())
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_calibration_sums_the_inputs_of_each_matrix(tied):
+    model = train_gpt.GPT(tiny_config(tie_embeddings=tied, num_layers=3, **{**SWITCHES, "smear": False}))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+    batches = torch.randint(0, 260, (2, 32, 33), generator=torch.Generator().manual_seed(0))
+    grams = train_gpt.calibrate(model, [[(part[:, :-1], part[:, 1:])] for part in batches], one_process())
+    head = "tok_emb.weight" if tied else "lm_head.weight"
+    matrices = {name for name, p in model.named_parameters() if name.startswith("blocks.") and name.endswith("weight")}
+    assert grams.keys() == matrices | {head}
+    last = train_gpt.rms_norm(model.hidden(batches[..., :-1].flatten(0, 1))).flatten(0, 1)
+    torch.testing.assert_close(grams[head], last.mT @ last, rtol=1e-4, atol=1e-3)
+    x = train_gpt.rms_norm(model.tok_emb(batches[..., :-1].flatten(0, 1))) * model.blocks[0].resid_mix.sum(0)
+    x = train_gpt.rms_norm(x).flatten(0, 1)
+    torch.testing.assert_close(grams["blocks.0.attn.c_k.weight"], x.mT @ x, rtol=1e-4, atol=1e-3)
+    assert all(gram.shape == (model.get_parameter(name).size(1),) * 2 for name, gram in grams.items())
 
 
 def test_control_tensors_keep_eight_bits():
@@ -81,45 +115,14 @@ def test_control_tensors_keep_eight_bits():
     assert artifact["quantized"]["blocks.0.resid_mix"].abs().max() == 127
 
 
-def test_halves_are_rounded_to_even():
-    row = torch.zeros(1, 70_000)
-    row[0, 0], row[0, 1], row[0, 2], row[0, 3] = 127.0, 0.5, 1.5, -2.5
-    row[0, 4:8] = 127.0  # so that the percentile is 127 and the scale is 1
-    quantized, scale = train_gpt.quantize_tensor(row)
-    assert scale == 1.0 and quantized[0, :4].tolist() == [127, 0, 2, -2]
-
-
-def test_everything_comes_back_close():
-    state = wide_state()
-    artifact, _ = train_gpt.quantize(state, tiny_config())
-    back = train_gpt.dequantize(artifact, state)
-    assert all(back[name].shape == t.shape for name, t in state.items())
-    for name, t in back.items():
-        if t.is_floating_point():
-            step = artifact["scales"][name].float().max() if name in artifact["scales"] else torch.tensor(0.004)
-            assert (t.float() - state[name].float()).abs().max() < 1.2 * step + 0.01, name
-
-
-def test_payload_of_the_default_shape():
-    config = train_gpt.Config(dtype="float32")
-    model = train_gpt.GPT(config)
-    _, payload = train_gpt.quantize(model.state_dict(), config)
-    assert payload == 17_178_912
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_is_written_and_read_back(tmp_path, dtype):
     """With matrices above 65,536 elements: 512 x 256 and the table of 300 x 256."""
     config = tiny_config(vocab_size=300, model_dim=256, dtype=dtype)
-    torch.manual_seed(0)
-    model, other = train_gpt.GPT(config), train_gpt.GPT(config)
-    for p in model.parameters():
-        p.data.add_(0.02 * torch.randn(p.shape).to(p.dtype))
-    artifact, _ = train_gpt.quantize(model.state_dict(), config)
-    assert "blocks.0.mlp.fc.weight" in artifact["quantized"]
-    buffer = io.BytesIO()
-    torch.save(artifact, buffer)
-    train_gpt.write_whole(tmp_path / "a.ptz", zlib.compress(buffer.getvalue(), 9))
+    model, other = trained_like(config), train_gpt.GPT(config)
+    data, about = train_gpt.pack(model.state_dict(), config)
+    assert about["artifact_bytes"] == len(data) and about["raw_bytes"] == len(zlib.decompress(data)) > about["payload_bytes"]
+    train_gpt.write_whole(tmp_path / "a.ptz", data)
     torch.save(model.state_dict(), tmp_path / "a.pt")
     tokens = torch.randint(0, 300, (4, 33))
     losses = []
@@ -131,21 +134,57 @@ def test_a_model_is_written_and_read_back(tmp_path, dtype):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("content", [b"", b"PK nothing", b"no zlib", zlib.compress(b"no archive"), None])
-def test_files_that_are_no_weights(tmp_path, content):
-    if content is not None:
+def test_huffmans_file_is_smaller_for_few_bits_and_has_the_same_content():
+    config = tiny_config(model_dim=128, export_bits=4, embed_bits=4, int8_keep_float_max_numel=1000)
+    state = trained_like(config).state_dict()
+    files = [train_gpt.pack(state, train_gpt.replace(config, export_coder=coder))[0] for coder in ("zlib", "huffman")]
+    assert zlib.decompress(files[0]) == zlib.decompress(files[1]) and len(files[1]) < len(files[0])
+
+
+def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, capsys):
+    torch.save(train_gpt.GPT(tiny_config()).state_dict(), tmp_path / "init.pt")
+    words = tiny_arguments(make_shards(tmp_path), ITERATIONS=0, INIT_FROM="init.pt")
+    run_here(monkeypatch, tmp_path, *words)
+    artifact = tmp_path / "final_model.int8.ptz"
+    content, size = artifact.read_bytes(), artifact.stat().st_size + train_gpt.Path(train_gpt.__file__).stat().st_size
+    for cap, warns in ((size, False), (size - 1, True)):
+        capsys.readouterr()
+        run_here(monkeypatch, tmp_path, *words, f"SIZE_CAP={cap}")
+        warning = f"WARNING: larger than SIZE_CAP={cap}; lower EXPORT_BITS"
+        assert (warning in capsys.readouterr().out) == warns and artifact.read_bytes() == content
+
+
+def test_weights_that_are_only_exported_can_be_calibrated(tmp_path, monkeypatch):
+    """On the batches of step 0. With OVERFIT, those after the last step are the same, and so is the artifact."""
+    words = tiny_arguments(make_shards(tmp_path), EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100, OVERFIT=1)
+    run_here(monkeypatch, tmp_path, *words, "OUT_DIR=trained", "GPTQ_BATCHES=2")
+    for batches in (0, 2):
+        run_here(monkeypatch, tmp_path, *words, f"OUT_DIR={batches}", f"GPTQ_BATCHES={batches}", "ITERATIONS=0",
+                 "INIT_FROM=trained/final_model.pt")
+    floats, artifacts = ([(tmp_path / folder / name).read_bytes() for folder in ("trained", "0", "2")]
+                         for name in ("final_model.pt", "final_model.int8.ptz"))
+    assert floats[0] == floats[1] == floats[2] and artifacts[1] != artifacts[0] == artifacts[2]
+
+
+# ---- Files that are refused --------------------------------------------------------------------------------
+
+
+def write_artifact(path, artifact):
+    path.write_bytes(zlib.compress(train_gpt.saved(artifact), 9))
+    return path
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"PK nothing", b"no zlib", zlib.compress(b"no archive"), [1, 2], "three layers", None])
+def test_files_that_are_no_weights_of_the_model(tmp_path, content):
+    state = train_gpt.GPT(tiny_config(num_layers=3)).state_dict()
+    if isinstance(content, bytes):
         (tmp_path / "bad").write_bytes(content)
-    with pytest.raises(ValueError, match="bad cannot be loaded into this model"):
+    elif content:
+        torch.save(state if content == "three layers" else content, tmp_path / "bad")
+    wanted = "blocks.2" if content == "three layers" else ""
+    with pytest.raises(ValueError, match=f"(?s)bad cannot be loaded into this model: .*{wanted}"):
         train_gpt.load_weights(train_gpt.GPT(tiny_config()), tmp_path / "bad")
-
-
-def test_weights_of_another_shape_are_named(tmp_path):
-    torch.save(train_gpt.GPT(tiny_config(num_layers=3)).state_dict(), tmp_path / "three.pt")
-    with pytest.raises(ValueError, match="blocks.2"):
-        train_gpt.load_weights(train_gpt.GPT(tiny_config()), tmp_path / "three.pt")
-    torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="list.pt"):
-        train_gpt.load_weights(train_gpt.GPT(tiny_config()), tmp_path / "list.pt")
 
 
 def test_pickled_code_is_not_run(tmp_path):
@@ -157,3 +196,101 @@ def test_pickled_code_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="bomb.pt"):
         train_gpt.load_weights(train_gpt.GPT(tiny_config()), tmp_path / "bomb.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_hostile_artifacts_are_refused(tmp_path):
+    config = tiny_config(int8_keep_float_max_numel=100)
+    model = trained_like(config)
+    artifact, _ = train_gpt.quantize(model.state_dict(), config)
+    quantized, scales, kept = artifact["quantized"], artifact["scales"], artifact["passthrough"]
+    name, key = "blocks.0.mlp.fc.weight", next(iter(kept))
+    train_gpt.load_weights(model, write_artifact(tmp_path / "good.ptz", artifact))
+
+    def refused(wanted, **changes):
+        path = write_artifact(tmp_path / "bad.ptz", {**artifact, **changes})
+        with pytest.raises(ValueError, match=f"(?s)bad.ptz cannot be loaded into this model: {wanted}"):
+            train_gpt.load_weights(model, path)
+
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        scale = scales[name].clone()
+        scale[3] = value
+        refused(f"a scale of {name} is not positive", scales={**scales, name: scale})
+    other = f"{name} or its scale has another shape or type"
+    refused(other, scales={**scales, name: scales[name][:-1]})
+    # A stride of zero promises more values than any memory holds: nothing may compute with them before it is refused.
+    refused(other, scales={**scales, name: torch.ones(1).half().expand(10**12)})
+    for values in (quantized[name].float(), quantized[name][:, :-1], torch.zeros(1, dtype=torch.int8).expand(64, 10**11)):
+        refused(other, quantized={**quantized, name: values})
+    refused(".*Missing key", passthrough={})
+    refused(".*Unexpected key", passthrough={**kept, "extra": torch.zeros(1)})
+    for value in (torch.zeros(3), "text", [1.0], None):
+        refused(f".*{key}", passthrough={**kept, key: value})
+    refused("", scales={})
+    refused("", quantized=[1])
+    types = {key: t.dtype for key, t in model.state_dict().items()}
+    state = OrderedDict((key, t.double()) for key, t in model.state_dict().items())
+    state._metadata = {key: {"assign_to_params_buffers": True} for key in ("", *dict(model.named_modules()))}
+    torch.save(state, tmp_path / "own.pt")
+    train_gpt.load_weights(model, tmp_path / "own.pt")  # without the metadata, which would change the types
+    assert {key: t.dtype for key, t in model.state_dict().items()} == types
+
+
+@pytest.mark.slow
+def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
+    """10 GB of zlib in 10 MB, and zip archives whose entries inflate."""
+    code = f"""
+import sys, time, resource
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
+import train_gpt
+from conftest import tiny_config
+model = train_gpt.GPT(tiny_config())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    started = time.perf_counter()
+    try:
+        train_gpt.load_weights(model, path)
+    except ValueError as error:
+        print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, error)
+"""
+    packer = zlib.compressobj(9)
+    start = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)
+    block = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)  # can be repeated
+    (tmp_path / "bomb.ptz").write_bytes(start + 600 * block)
+    assert (tmp_path / "bomb.ptz").stat().st_size > 9e6
+    torch.save({"x": torch.zeros(10_000_000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, \
+            zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as deflated:
+        for entry in stored.infolist():
+            deflated.writestr(entry.filename, stored.read(entry.filename))
+    (tmp_path / "inside.ptz").write_bytes(zlib.compress((tmp_path / "deflated.pt").read_bytes()))
+    reasons = {"bomb.ptz": "it has more than the", "stored.pt": "it has more than the", "deflated.pt": "packed entries",
+               "inside.ptz": "packed entries"}
+    result = subprocess.run([sys.executable, "-c", code, *reasons], cwd=tmp_path, capture_output=True, text=True, check=True)
+    for line, (name, reason) in zip(result.stdout.splitlines(), reasons.items(), strict=True):
+        seconds, mib, message = line.split(" ", 2)
+        assert message.startswith(name) and reason in message and float(seconds) < 1 and float(mib) < 300, line
+
+
+@pytest.mark.parametrize("name", ["good.ptz", "good.pt"])
+def test_damaged_weights_are_errors_or_what_they_were(tmp_path, name):
+    """Bytes are changed at random; what loads all the same is what it was, or was damaged in the archive's padding."""
+    random, config = np.random.default_rng(3), tiny_config(int8_keep_float_max_numel=100)
+    model, good, refused = trained_like(config), tmp_path / name, 0
+    if name == "good.ptz":
+        write_artifact(good, train_gpt.quantize(model.state_dict(), config)[0])
+    else:
+        torch.save(model.state_dict(), good)
+    train_gpt.load_weights(model, good)
+    wanted = {key: t.clone() for key, t in model.state_dict().items()}
+    for _ in range(100):
+        damaged = bytearray(good.read_bytes())
+        for at in random.integers(0, len(damaged), int(random.integers(1, 4))):
+            damaged[at] = int(random.integers(256))
+        (tmp_path / "bad").write_bytes(damaged)
+        try:
+            train_gpt.load_weights(model, tmp_path / "bad")
+        except ValueError as error:
+            assert "bad cannot be loaded into this model" in str(error)
+            refused += 1
+        assert all(torch.equal(t, wanted[key]) for key, t in model.state_dict().items())
+    assert refused > 70
