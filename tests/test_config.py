@@ -65,15 +65,12 @@ def test_values(monkeypatch, argument, value):
     ("EXPORT_BITS=3", "EXPORT_BITS='3' must be one of 4"),
     ("NUM_HEADS=7", "MODEL_DIM=512 must be a multiple of .* 14"),
     ("NUM_KV_HEADS=3", "NUM_KV_HEADS=3 must divide NUM_HEADS=8"),
-    ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"),
-    ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
+    ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"), ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("MICRO_BATCH_TOKENS=5", "MICRO_BATCH_TOKENS=5 is less than a row of TRAIN_SEQ_LEN"),
     ("RUN_ID=a/b", "RUN_ID='a/b' must be no path and not begin with . or -"),
-    ("RUN_ID=..", r"RUN_ID='..' must be no path"),
-    ("RUN_ID=-x", "RUN_ID='-x' must be no path"),
-    ("num_layers=4", "did you mean NUM_LAYERS"),
+    ("RUN_ID=..", "RUN_ID='..' must be no path"),
     ("--num-layers=4", "did you mean NUM_LAYERS"),
-    ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value, such as NUM_LAYERS=9"),
+    ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
     ("--learning-rate=1", "did you mean MATRIX_LR"),
     ("EPOCH=1", "did you mean ITERATIONS"),
@@ -121,10 +118,12 @@ def test_help_names_every_variable_with_its_default_as_one_writes_it(tmp_path, m
     (dict(train_seq_len=32, train_batch_tokens=1024), 3, (3, 1152)),
     (dict(train_seq_len=32, train_batch_tokens=1152, grad_accum_steps=9), 1, (9, 1152)),  # continues the one above
 ])
-def test_spans_of_a_rank_and_tokens_of_a_step_for_any_number_of_ranks(changes, world_size, wanted):
+def test_spans_of_a_rank_and_tokens_of_a_step_for_any_number_of_ranks(capsys, changes, world_size, wanted):
     ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))
     config = train_gpt.resolve(train_gpt.Config(dtype="float32", compile="0", **changes), ranks)
     assert (config.grad_accum_steps, config.train_batch_tokens) == wanted
+    is_rounded = wanted[1] != changes.get("train_batch_tokens", 393216)
+    assert (f"warning: TRAIN_BATCH_TOKENS={wanted[1]}, a multiple of " in capsys.readouterr().err) == is_rounded
 
 
 def resolve_on(monkeypatch, kind, gib, world_size=1, **changes):

@@ -136,14 +136,6 @@ def test_the_shuffled_stream_is_the_same_for_any_number_of_ranks(tmp_path):
     assert all(rows_of(config, world_size, 7) == wanted for world_size in (2, 8, 32))
 
 
-@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
-def test_overfitting_reads_the_first_batch_again_and_again(tmp_path, loader):
-    config, _ = stream_config(tmp_path, [1500, 40, 2000, 777], loader=loader)
-    ordinary = rows_of(config, 2, 2)
-    again = rows_of(train_gpt.replace(config, overfit=True), 2, 4)
-    assert again == [ordinary[0]] * 4 and ordinary[0] != ordinary[1]
-
-
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
     config, tokens = stream_config(tmp_path, [3000, 3000])
     write_shard(tmp_path / "s_train_000001.bin", [*tokens[:2999], 65535])

@@ -15,9 +15,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import (REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config,
+                      write_shard)  # first: it makes the trainer importable
 import train_gpt
-from conftest import (REPOSITORY, events, make_shards, one_process, read_checkpoint, run_here, tiny_arguments, tiny_config,
-                      write_shard)
 
 
 def tiny_run(monkeypatch, folder, data, **changes):
@@ -69,6 +69,10 @@ def artifacts(folder):
 
 def checkpoints(folder):
     return sorted((folder / "checkpoints").glob("*.pt"))
+
+
+def read_checkpoint(path):
+    return train_gpt.find_checkpoint(tiny_config(resume=str(path)))
 
 
 @pytest.fixture(scope="module")
@@ -189,23 +193,20 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
             return (pytest.fail, ("the pickle ran code",))
 
     path = tmp_path / "bad_00000003.pt"
-    for wanted, content in (
-            ("it is no checkpoint of format 3; one of another script is resumed by that script", {**state, "format": 1}),
-            ("it is of step 3 and nan ms, not within ITERATIONS", {**state, "time_ms": float("nan")}),
-            ("does not fit this run", {**state, "config": {**state["config"], "seed": torch.zeros(3)}}),
-            ("was trained with other settings", {**state, "config": {"run_id": "bad"}}),
-            ("cannot be used: ", {**state, "config": 3}),
-            (f"size mismatch for {name}", {**state, "model": {**state["model"], name: torch.zeros(3)}}),
-            (f"{name}.*expected torch.Tensor", {**state, "model": {**state["model"], name: "text"}}),
-            ("Missing key", {**state, "model": {}}),
-            ("does not fit this run", {**state, "model": [1]}),
-            ("does not fit this run", {**state, "optimizers": state["optimizers"][:1]}),
-            ("does not fit this run", {**state, "optimizers": [{}, {}]}),
-            ("does not fit this run", {**state, "step": "three"}),
-            ("does not fit this run", {**state, "step": 2**2000}),
-            ("cannot be used: ", [1, 2]),
-            ("cannot be used: ", {**state, "scaler": Bomb()})):
-        torch.save(content, path)
+    for wanted, changes in (
+            ("it is no checkpoint of format 3; one of another script is resumed by that script", {"format": 1}),
+            ("it is of step 3 and nan ms, not within ITERATIONS", {"time_ms": float("nan")}),
+            ("does not fit this run", {"config": {**state["config"], "seed": torch.zeros(3)}}),
+            ("was trained with other settings", {"config": {"run_id": "bad"}}),
+            ("cannot be used: ", {"config": 3}),
+            (f"size mismatch for {name}", {"model": {**state["model"], name: torch.zeros(3)}}),
+            (f"{name}.*expected torch.Tensor", {"model": {**state["model"], name: "text"}}),
+            ("Missing key", {"model": {}}), ("does not fit this run", {"model": [1]}),
+            ("does not fit this run", {"optimizers": state["optimizers"][:1]}),
+            ("does not fit this run", {"optimizers": [{}, {}]}),
+            ("does not fit this run", {"step": "three"}), ("does not fit this run", {"step": 2**2000}),
+            ("cannot be used: ", {"scaler": Bomb()})):
+        torch.save({**state, **changes}, path)
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
 
@@ -444,64 +445,55 @@ def test_a_rank_that_ends_alone_says_why_and_the_other_that_it_has(tmp_path, dat
     assert re.fullmatch("train_gpt.py: .*tiny_train_000000.bin holds token 300, too large for VOCAB_SIZE=260;.*\n", messages[1])
 
 
-PLACES = {"train_step": ("Trainer", 2), "score": ("Validation", 2), "calibrate": ("", 1)}  # in which call a signal comes
-DRIVER = """
-import os, signal, sys, time
-sys.path[:0] = [REPOSITORY, REPOSITORY + "/tests"]
-import pytest, test_faults, train_gpt
-second, leave, starts = os.environ["RANK"] == "1", os._exit, []
-def start(*arguments):  # one of several runs of this process
-    sys.argv[1:] = arguments
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(starts))  # as if torchrun had started the ranks again
-    starts.append(arguments)
-    os._exit = lambda status: None
-    status = train_gpt.main()
-    os._exit = leave
-    if train_gpt.dist.is_initialized():
-        train_gpt.dist.destroy_process_group()
-    return status
-def stop():
-    if second:
-        signal.raise_signal(signal.SIGTERM)
-start(*STOPPED, "OUT_DIR=whole")
-for name, (owner, call) in test_faults.PLACES.items():
+PLACES = {"train_step": (train_gpt.Trainer, 2), "score": (train_gpt.Validation, 2), "calibrate": (train_gpt, 1)}
+
+
+def worker(data, checkpoint):
+    """A rank of several runs, which follow each other in this process. Only the second rank gets signals and faults."""
+    is_second, leave, starts = os.environ["RANK"] == "1", os._exit, []
+    stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5,
+                   INT8_KEEP_FLOAT_MAX_NUMEL=100, CHECKPOINT_EVERY=100, RESUME="auto")
+
+    def start(folder, **settings):
+        settings = {"RUN_ID": folder, "OUT_DIR": folder, "ITERATIONS": 9, "VAL_LOSS_EVERY": 4, **settings}
+        sys.argv[1:] = tiny_arguments(data, **settings)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(starts))  # as if torchrun had started the ranks again
+        starts.append(folder)
+        os._exit = lambda status: None
+        status = train_gpt.main()
+        os._exit = leave
+        if train_gpt.dist.is_initialized():
+            train_gpt.dist.destroy_process_group()
+        return status
+
+    def stop():
+        if is_second:
+            signal.raise_signal(signal.SIGTERM)
+
+    start("whole", **stopped)
+    for name, (owner, call) in PLACES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            at_calls(patch, owner, name, {call}, stop)
+            codes = [start(name, **stopped)]
+        codes.append(start(name, **stopped))
+        if not is_second:
+            print("codes of", name, codes, flush=True)
     with pytest.MonkeyPatch.context() as patch:
-        test_faults.at_calls(patch, getattr(train_gpt, owner, train_gpt), name, {call}, stop)
-        codes = [start(*STOPPED, f"OUT_DIR={name}")]
-    codes.append(start(*STOPPED, f"OUT_DIR={name}"))
-    if not second:
-        print("codes of", name, codes, flush=True)
-with pytest.MonkeyPatch.context() as patch:
-    test_faults.broken_forward(patch, {1 + 4 * 2 + 1} if second else ())
-    start(*OTHER, "RUN_ID=nan", "OUT_DIR=nan", "CHECKPOINT_EVERY=1", "MICRO_BATCH_TOKENS=128")
-start(*OTHER, "RUN_ID=two", "OUT_DIR=two", f"RESUME={CHECKPOINT}")
-start(*OTHER, "RUN_ID=capped", "OUT_DIR=capped", "ITERATIONS=100000", "MAX_WALLCLOCK_SECONDS=0.5")
-whole = train_gpt.write_whole
-def slow(path, data):  # launchers send more signals when the other rank has left
-    time.sleep(2)
-    whole(path, data)
-train_gpt.write_whole = slow
-test_faults.at_calls(pytest.MonkeyPatch(), train_gpt.Trainer, "train_step", {7}, stop)
-sys.argv[1:] = [*OTHER, "RUN_ID=last", "OUT_DIR=last"]
-os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(starts))
-sys.exit(train_gpt.main())
-"""
+        broken_forward(patch, {1 + 4 * 2 + 1} if is_second else ())
+        start("nan", CHECKPOINT_EVERY=1, MICRO_BATCH_TOKENS=128)
+    start("resumed", RESUME=checkpoint)
+    start("capped", ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        at_calls(patch, train_gpt, "write_whole", {1}, lambda: time.sleep(2))
+        at_calls(patch, train_gpt.Trainer, "train_step", {7}, stop)
+        leave(start("last"))  # launchers send more signals to the rank that is left
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, data, whole):
-    """The folder of several runs of two ranks, which follow each other in the same processes, and what torchrun printed."""
+    """The folder of the runs of two workers, and what torchrun printed."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    stopped = tiny_arguments(data, RUN_ID="run", ITERATIONS=9, VAL_LOSS_EVERY=4, TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3,
-                             LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100,
-                             CHECKPOINT_EVERY=100, RESUME="auto")
-    names = {"REPOSITORY": str(REPOSITORY), "STOPPED": stopped, "OTHER": tiny_arguments(data, ITERATIONS=9, VAL_LOSS_EVERY=4),
-             "CHECKPOINT": str(checkpoints(whole)[0])}
-    (folder / "driver.py").write_text("".join(f"{name} = {value!r}\n" for name, value in names.items()) + DRIVER)
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "driver.py"], cwd=folder,
-        timeout=240, text=True, check=False, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return folder, result
+    return folder, run_trainer(folder, data, checkpoints(whole)[0], ranks=2, script=__file__)
 
 
 @pytest.mark.slow
@@ -526,7 +518,7 @@ def test_all_ranks_stop_where_one_is_not_finite(two_ranks):
 
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_mathematics(two_ranks, whole):
-    one, two = losses(events(whole, "run")), losses(events(two_ranks[0], "two"))
+    one, two = (losses(events(folder, run_id)) for folder, run_id in ((whole, "run"), (two_ranks[0], "resumed")))
     assert [entry[:2] for entry in two] == [entry[:2] for entry in one if entry[1] > 3]
     assert [entry[2] or entry[3] for entry in two] == pytest.approx([e[2] or e[3] for e in one if e[1] > 3], abs=2e-3)
 
@@ -544,3 +536,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_checkpoint(two_ranks):
     assert result.returncode and "exitcode  : 143" in result.stderr, result.stderr
     assert result.stdout.rstrip().endswith("stopped: signal 15 after step:6; set RESUME=auto to go on")
     assert read_checkpoint(*checkpoints(folder / "last"))["step"] == 6
+
+
+if __name__ == "__main__":
+    worker(train_gpt.Path(sys.argv[1]), sys.argv[2])

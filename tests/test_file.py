@@ -31,8 +31,7 @@ def test_it_needs_nothing_beyond_four_packages():
 def test_functions_are_short_and_documented():
     for node in ast.walk(TREE):
         if isinstance(node, ast.FunctionDef):
-            size = node.end_lineno - node.lineno + 1
-            assert size <= 60, (node.name, size)
+            assert node.end_lineno - node.lineno < 60, node.name
     classes = [node for node in TREE.body if isinstance(node, ast.ClassDef)]
     methods = [node for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)]
     for node in [*TREE.body, *methods]:
@@ -45,8 +44,6 @@ def test_a_section_begins_with_its_idea_and_names_nothing_that_comes_later():
     assert all(lines[i + 1].startswith("# ") for i, line in enumerate(lines) if line.startswith("# ---- "))
     defined = {node.name: node.lineno for node in TREE.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in ast.walk(TREE):
-        for note in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-            assert not isinstance(note, ast.Constant) or note.value is None, (note.value, "is a quoted annotation")
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in defined:
             assert defined[node.id] <= node.lineno, (node.id, node.lineno)
 
@@ -60,22 +57,15 @@ def test_importing_it_touches_no_gpu_and_prints_nothing():
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
-def import_graph() -> dict[str, set[str]]:
-    """For each script of the project, the other scripts that it imports, anywhere in it."""
-    paths = [path for folder in (".", "data", "logs", "records") for path in sorted((REPOSITORY / folder).glob("*.py"))]
-    names = {path.stem for path in paths}
-    graph = {}
+def test_scripts_import_each_other_without_a_circle():
+    paths = [path for folder in (".", "data", "logs", "records") for path in (REPOSITORY / folder).glob("*.py")]
+    names, graph = {path.stem for path in paths}, {}
     for path in paths:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        graph[path.stem] = imported & names
-    return graph
-
-
-def test_scripts_import_each_other_without_a_circle():
-    tuple(graphlib.TopologicalSorter(import_graph()).static_order())
-    assert import_graph()["train_gpt"] == set()
+        graph[path.stem] = names & (imported | {node.module for node in nodes if isinstance(node, ast.ImportFrom)})
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+    assert graph["train_gpt"] == set()
 
 
 @pytest.mark.slow
@@ -86,6 +76,3 @@ def test_the_graph_compiles_for_an_h100_and_moves_no_more_bytes():
     assert done.returncode == 0, done.stderr
 
 
-if __name__ == "__main__":
-    for script, imports in import_graph().items():
-        print(f"{script} -> {', '.join(sorted(imports)) or '(none)'}")

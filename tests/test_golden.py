@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 import train_gpt
-from conftest import events, run_trainer, write_shard
-from tiny import GOLDEN, MODEL
+from conftest import GOLDEN, MODEL, events, run_trainer, write_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not (GOLDEN / "A" / "expected.json").exists() or not MODEL.exists(),

@@ -144,19 +144,13 @@ def test_logits_equal_an_independent_reference(changes):
     torch.testing.assert_close(model.logits(model.hidden(tokens)), reference_logits(model, tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_attention_kernels_agree_and_what_is_left_on_is_what_is_reported():
-    config = tiny_config(num_heads=4, num_kv_heads=2)
-    q, k, v = torch.randn(2, 4, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
-    results = []
-    for asked, wanted in (("math", "math"), (PLAIN_KERNEL, PLAIN_KERNEL), ("auto", PLAIN_KERNEL)):
-        name = train_gpt.choose_attention(train_gpt.replace(config, attn=asked), CPU)
-        flags = torch.backends.cuda
-        on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
-              "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
-        assert name == wanted and [key for key, value in on.items() if value] == [name]
-        results += [train_gpt.causal_attention(q, k, v, kernel) for kernel in (PLAIN_KERNEL, "math")]  # grouped, repeated
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("asked, wanted", [("math", "math"), (PLAIN_KERNEL, PLAIN_KERNEL), ("auto", PLAIN_KERNEL)])
+def test_the_kernel_that_is_left_on_is_the_one_that_is_reported(asked, wanted):
+    assert train_gpt.choose_attention(tiny_config(attn=asked), CPU) == wanted
+    flags = torch.backends.cuda
+    on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
+          "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
+    assert [name for name, is_on in on.items() if is_on] == [wanted]
 
 
 def attention_and_gradients(kernel, q, k, v, dy):
