@@ -25,12 +25,11 @@ import train_gpt  # noqa: E402
 GOLDEN = Path(os.environ.get("GOLDEN_PATH", REPOSITORY.parent / "shared" / "golden")).resolve()
 MODEL = GOLDEN.parent / "tokenizers" / "fineweb_1024_bpe.model"
 TINY = {
-    "DEVICE": "cpu", "DTYPE": "float32", "TOKENIZER_PATH": "byte260", "VOCAB_SIZE": "260",
-    "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "32",
-    "TRAIN_BATCH_TOKENS": "1024", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1",
-    "WARMDOWN_ITERS": "2", "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0",
-    "MUON_MOMENTUM_WARMUP_STEPS": "2", "COMPILE": "0",
-    "MICRO_BATCH_TOKENS": "512", "OUT_DIR": ".",
+    "DEVICE": "cpu", "DTYPE": "float32", "TOKENIZER_PATH": "byte260", "VOCAB_SIZE": "260", "NUM_LAYERS": "2",
+    "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "1024",
+    "MICRO_BATCH_TOKENS": "512", "VAL_BATCH_SIZE": "4096", "ITERATIONS": "4", "WARMUP_STEPS": "1", "WARMDOWN_ITERS": "2",
+    "VAL_LOSS_EVERY": "2", "TRAIN_LOG_EVERY": "1", "MAX_WALLCLOCK_SECONDS": "0", "MUON_MOMENTUM_WARMUP_STEPS": "2",
+    "COMPILE": "0", "OUT_DIR": ".",
 }
 
 
@@ -128,16 +127,6 @@ def tiny_config(**changes) -> train_gpt.Config:
 
 def one_process() -> train_gpt.Ranks:
     return train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu"))
-
-
-def make_trainer(ranks: train_gpt.Ranks | None = None, **changes) -> train_gpt.Trainer:
-    """A trainer of the tiny configuration with lower-case changes."""
-    return train_gpt.Trainer(tiny_config(**changes), ranks or one_process())
-
-
-def silent_log() -> train_gpt.RunLog:
-    """The log of a rank that is not the main one."""
-    return train_gpt.RunLog("", "", is_main=False)
 
 
 def tiny_arguments(data: Path, **changes) -> list[str]:

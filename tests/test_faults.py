@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import (REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config,
-                      write_shard)  # first: it makes the trainer importable
+from conftest import (  # first: it finds the trainer
+    REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config, write_shard)
 import train_gpt
 
 
@@ -289,7 +288,7 @@ def test_ctrl_c_before_the_training_is_one_sentence(tmp_path, monkeypatch, data)
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_path, data):
-    """SIGKILL within 0.1 s of a random line, five times; each start resumes by itself."""
+    """SIGKILL within 0.1 s of a random line, four times; each start resumes by itself."""
     words = tiny_arguments(data, RUN_ID="run", ITERATIONS=30, VAL_LOSS_EVERY=10, CHECKPOINT_EVERY=3, KEEP_CHECKPOINTS=1,
                            RESUME="auto", LOADER="shuffled", GPTQ_BATCHES=1, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100)
     command = [sys.executable, str(REPOSITORY / "train_gpt.py"), *words]
@@ -297,7 +296,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_
     lines = subprocess.run([*command, "OUT_DIR=whole"], timeout=240, check=True, **options).stdout.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("step:0/"))
     random = np.random.default_rng(1)
-    for _ in range(5):
+    for _ in range(4):
         process = subprocess.Popen([*command, "OUT_DIR=killed"], **options)
         left = first + int(random.integers((len(lines) - first) // 3))
         while left and process.stdout.readline():
@@ -396,8 +395,9 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
      "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS or MODEL_DIM"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS")])
-def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, wanted):
+     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "closed by peer\nAnother rank has ended")])
+def test_errors_of_pytorch_say_what_to_do(tmp_path, monkeypatch, data, error, wanted):
     def train(*arguments):
         raise error
 
@@ -409,46 +409,10 @@ def test_too_little_memory_names_the_knobs(tmp_path, monkeypatch, data, error, w
 # ---- Two ranks ---------------------------------------------------------------------------------------------
 
 
-def start_two(folder, *arguments):
-    """Runs two ranks, each with arguments of its own. Returns their exit statuses and messages."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": port}
-    ranks = []
-    for rank, words in zip("01", arguments):
-        command = [sys.executable, str(REPOSITORY / "train_gpt.py"), *words]
-        ranks.append(subprocess.Popen(command, cwd=folder, env={**shared, "RANK": rank, "LOCAL_RANK": rank}, text=True,
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    messages = [rank.communicate(timeout=120)[1].removeprefix(f"joining 2 ranks at 127.0.0.1:{port}\n") for rank in ranks]
-    return [rank.returncode for rank in ranks], messages
-
-
-def test_ranks_that_do_not_agree_say_so_before_the_first_step(tmp_path, data):
-    other = shutil.copytree(data, tmp_path / "other")
-    write_shard(other / "tiny_val_000000.bin", [1, *range(4, 254)] * 12)
-    codes, messages = start_two(tmp_path, tiny_arguments(data), tiny_arguments(other, MATRIX_LR=0.05, ITERATIONS=6))
-    wanted = "train_gpt.py: the ranks do not agree on ITERATIONS, MATRIX_LR, the validation text\n"
-    assert codes == [1, 1] and messages == [wanted] * 2 and not (tmp_path / "logs").exists()
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_alone_says_why_and_the_other_that_it_has(tmp_path, data):
-    """Its text has a token that is too large."""
-    other = shutil.copytree(data, tmp_path / "other")
-    tokens = train_gpt.open_shard(other / "tiny_train_000000.bin").copy()
-    tokens[2900:3000] = 300
-    write_shard(other / "tiny_train_000000.bin", tokens)
-    codes, messages = start_two(tmp_path, tiny_arguments(data), tiny_arguments(other))
-    assert codes == [1, 1] and messages[0].endswith("\nAnother rank has ended, or MASTER_ADDR is wrong\n")
-    assert re.fullmatch("train_gpt.py: .*tiny_train_000000.bin holds token 300, too large for VOCAB_SIZE=260;.*\n", messages[1])
-
-
 PLACES = {"train_step": (train_gpt.Trainer, 2), "score": (train_gpt.Validation, 2), "calibrate": (train_gpt, 1)}
 
 
-def worker(data, checkpoint):
+def worker(data):
     """A rank of several runs, which follow each other in this process. Only the second rank gets signals and faults."""
     is_second, leave, starts = os.environ["RANK"] == "1", os._exit, []
     stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5,
@@ -481,7 +445,7 @@ def worker(data, checkpoint):
     with pytest.MonkeyPatch.context() as patch:
         broken_forward(patch, {1 + 4 * 2 + 1} if is_second else ())
         start("nan", CHECKPOINT_EVERY=1, MICRO_BATCH_TOKENS=128)
-    start("resumed", RESUME=checkpoint)
+    start("other", **({"ITERATIONS": 6, "MATRIX_LR": 0.05} if is_second else {}))
     start("capped", ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=0.5)
     with pytest.MonkeyPatch.context() as patch:
         at_calls(patch, train_gpt, "write_whole", {1}, lambda: time.sleep(2))
@@ -490,10 +454,10 @@ def worker(data, checkpoint):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, data, whole):
+def two_ranks(tmp_path_factory, data):
     """The folder of the runs of two workers, and what torchrun printed."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    return folder, run_trainer(folder, data, checkpoints(whole)[0], ranks=2, script=__file__)
+    return folder, run_trainer(folder, data, ranks=2, script=__file__)
 
 
 @pytest.mark.slow
@@ -517,10 +481,10 @@ def test_all_ranks_stop_where_one_is_not_finite(two_ranks):
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_goes_on_with_the_same_mathematics(two_ranks, whole):
-    one, two = (losses(events(folder, run_id)) for folder, run_id in ((whole, "run"), (two_ranks[0], "resumed")))
-    assert [entry[:2] for entry in two] == [entry[:2] for entry in one if entry[1] > 3]
-    assert [entry[2] or entry[3] for entry in two] == pytest.approx([e[2] or e[3] for e in one if e[1] > 3], abs=2e-3)
+def test_ranks_that_do_not_agree_say_so_before_the_first_step(two_ranks):
+    folder, result = two_ranks
+    assert result.stderr.count("train_gpt.py: the ranks do not agree on ITERATIONS, MATRIX_LR") == 2, result.stderr
+    assert not (folder / "other").exists()
 
 
 @pytest.mark.slow
@@ -539,4 +503,4 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_checkpoint(two_ranks):
 
 
 if __name__ == "__main__":
-    worker(train_gpt.Path(sys.argv[1]), sys.argv[2])
+    worker(train_gpt.Path(sys.argv[1]))

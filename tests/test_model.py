@@ -183,15 +183,6 @@ def test_tiled_attention_is_for_compiled_models_with_short_rows(changes, wanted)
     assert train_gpt.choose_attention(config, CPU) == wanted
 
 
-@pytest.mark.parametrize("capability, first", [
-    ((9, 0), "cudnn"), ((8, 0), "flash"), ((8, 9), "flash"), ((10, 0), "flash")])
-def test_cudnn_comes_first_on_hopper_only(monkeypatch, capability, first):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: torch.full(shape, 1.0, **options))
-    monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, kernel: q)
-    assert train_gpt.choose_attention(tiny_config(attn="auto"), torch.device("cuda")) == first
-
-
 @pytest.mark.parametrize("cap", [10, 64, 65, 1000])  # up to 64, the loss adds exponentials as they are
 @pytest.mark.parametrize("uncounted", [0, 1, 63])  # of 64 targets
 def test_the_loss_is_pytorchs_cross_entropy(cap, uncounted):

@@ -9,8 +9,18 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 import train_gpt
-from conftest import events, make_shards, make_trainer, one_process, silent_log, tiny_config
+from conftest import events, make_shards, one_process, tiny_config
+
+
+def make_trainer(**changes):
+    return train_gpt.Trainer(tiny_config(**changes), one_process())
+
+
+def silent_log():
+    """The log of a rank that is not the main one."""
+    return train_gpt.RunLog("", "", is_main=False)
 
 
 def micro_batches(config, tokens):
@@ -21,7 +31,7 @@ def micro_batches(config, tokens):
 
 @pytest.mark.parametrize("place, shape", [("blocks.0.attn", (2, 4, 4)), ("", (4, 4))])
 def test_a_parameter_of_no_kind_is_an_error(place, shape):
-    """It would be trained by Adam as if it were a vector, without a word."""
+    """Adam would train it as if it were a vector, without a word."""
     trainer = make_trainer()
     trainer.model.get_submodule(place).register_parameter("mixer", torch.nn.Parameter(torch.zeros(shape)))
     with pytest.raises(ValueError, match="mixer has no kind in build_optimizers; .*CONTROL_TENSOR_NAME_PATTERNS"):
@@ -41,40 +51,25 @@ def test_orthogonalisation_moves_singular_values_to_one(shape, compute):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon to compare with")
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
-def test_muon_steps_like_pytorchs(shape, decay):
-    """PyTorch averages the momentum, ours adds it up; orthogonalisation takes no notice of scale."""
+@pytest.mark.parametrize("row_norm, momentum, decay", [(False, 0.9, 0.0), (False, 0.9, 0.1), (True, 0.0, 0.0)])
+def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
+    """PyTorch averages the momentum, ours adds it up; orthogonalisation takes no notice of scale. Ours updates the matrices
+    of one shape together."""
     torch.manual_seed(0)
-    start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(4)]
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    muon = train_gpt.Muon([{"params": [ours], "lr": 0.02, "weight_decay": decay}], tiny_config(), one_process())
-    muon.param_groups[0]["momentum"] = 0.9
-    reference = torch.optim.Muon([theirs], lr=0.02, momentum=0.9, nesterov=True, weight_decay=decay,
-                                 adjust_lr_fn="original")
-    for grad in grads:
-        ours.grad, theirs.grad = grad.clone(), grad.clone()
+    starts = [torch.randn(shape) for shape in [(16, 48)] * 3 + [(48, 16)] * 2]
+    ours, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    config = tiny_config(muon_row_norm=row_norm)
+    muon = train_gpt.Muon([{"params": ours, "lr": 0.02, "weight_decay": decay}], config, one_process())
+    muon.param_groups[0]["momentum"] = momentum
+    reference = torch.optim.Muon(theirs, lr=0.02, momentum=momentum, weight_decay=decay, adjust_lr_fn="original")
+    for _ in range(4):
+        for p, wanted in zip(ours, theirs):
+            p.grad = torch.randn(p.shape) * torch.logspace(-1, 1, len(p))[:, None]
+            wanted.grad = F.normalize(p.grad, dim=1) if row_norm else p.grad.clone()
         muon.step()
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
-    assert (ours - start).abs().max() > 0.02
-
-
-@pytest.mark.parametrize("row_norm", [False, True])
-def test_batched_muon_is_muon_matrix_by_matrix(row_norm):
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in [(8, 24)] * 5 + [(24, 8)] * 2]
-    starts = [p.detach().clone() for p in params]
-    for p in params:
-        p.grad = torch.randn_like(p) * torch.logspace(-1, 1, len(p))[:, None]
-    config = tiny_config(muon_row_norm=row_norm)
-    train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.0}], config, one_process()).step()
-    for p, start in zip(params, starts):
-        update = p.grad + 0.99 * p.grad
-        update = update / update.norm(dim=1, keepdim=True) if row_norm else update
-        scale = max(1, start.size(0) / start.size(1)) ** 0.5
-        wanted = start - 0.02 * scale * train_gpt.orthogonalize(update[None], 5)[0].float()
-        torch.testing.assert_close(p.data, wanted, rtol=0, atol=5e-4)
+    assert all((p - start).abs().max() > 0.01 for p, start in zip(ours, starts))
 
 
 @pytest.mark.parametrize("changes, rates", [
