@@ -119,7 +119,8 @@ def measure(folder: Path, data: Path, device: str, ranks: int, **changes) -> tup
     rows = {"attention kernel": config["ATTN"], "type": config["DTYPE"], "ms a step, mean": f"{mean_ms:.1f}",
             "ms a step, if the host waits": f"{logged_ms:.1f}", "tokens/s": f"{rate:,.0f}",
             "MFU": "peak not known" if share is None else f"{share:.1%}",
-            "peak memory, MiB": f"{int(peak[1]):,}" if peak else "not known", "start to first step, s": f"{log[0]['elapsed_s']:.0f}"}
+            "peak memory, MiB": f"{int(peak[1]):,}" if peak else "not known",
+            "start to first step, s": f"{log[0]['elapsed_s']:.0f}"}
     return config, mean_ms, logged_ms, rows
 
 

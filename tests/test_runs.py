@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -13,12 +12,8 @@ import torch
 import train_gpt
 from conftest import (PLAIN_KERNEL, REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config,
                       write_shard)
-from test_model import SWITCHES
 
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
-RECIPE = {**{name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()},
-          "MUON_ROW_NORM": 1, "WARMDOWN_FRACTION": 0.5, "EMBED_FLOAT32": 1, "GPTQ_BATCHES": 1, "EXPORT_BITS": 5,
-          "EMBED_BITS": 6, "EXPORT_CODER": "huffman", "EVAL_STRIDE": 8, "INT8_KEEP_FLOAT_MAX_NUMEL": 100}
 NUMBER = r"-?\d+(\.\d+)?"
 PATTERNS = [
     r"logs/run\.txt",
@@ -128,20 +123,16 @@ def test_a_process_takes_its_share_of_the_cores_and_says_if_it_is_alone_in_a_job
         torch.set_num_threads(threads)
 
 
-def test_the_log_of_an_earlier_run_is_moved_aside_and_the_new_one_has_the_state_of_the_gpus(finished, tmp_path, monkeypatch):
+def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatch):
     _, data, _ = finished
     (tmp_path / "logs").mkdir()
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho H100\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for ending in ("txt", "jsonl"):
         (tmp_path / "logs" / f"again.{ending}").write_text(f"old {ending}")
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="again", ITERATIONS=1, VAL_LOSS_EVERY=0))
     kept = [path for path in (tmp_path / "logs").iterdir() if path.stem != "again"]
     assert sorted(path.read_text() for path in kept) == ["old jsonl", "old txt"]
     assert kept[0].stem == kept[1].stem
-    assert events(tmp_path, "again")[-1]["step"] == 1 and "\nH100\n" in (tmp_path / "logs" / "again.txt").read_text()
+    assert events(tmp_path, "again")[-1]["step"] == 1
 
 
 @pytest.mark.parametrize("changes, wanted", [
@@ -252,20 +243,6 @@ def test_the_manifest_says_which_tokenizer_the_data_have(tmp_path, monkeypatch):
     for damaged in ("{", "[]", '{"tokenizer": 3}', '{"tokenizer": {}}'):
         manifest.write_text(damaged)
         assert train_gpt.load_config(words, {})[0].vocab_size == 1024
-
-
-# ---- The recipe --------------------------------------------------------------------------------------------
-
-
-def test_a_run_with_everything_on_and_its_resumption(finished, tmp_path, monkeypatch, capsys):
-    _, data, _ = finished
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, **RECIPE, RUN_ID="whole", CHECKPOINT_EVERY=2, OUT_DIR=tmp_path / "a"))
-    windows, final = events(tmp_path, "whole")[-2:]
-    assert (final["event"], windows["event"]) == ("final", "windows") and windows["val_loss"] != final["val_loss"]
-    assert f"windows val_loss:{windows['val_loss']:.8f}" in capsys.readouterr().out
-    run_here(monkeypatch, tmp_path, *tiny_arguments(
-        data, **RECIPE, RUN_ID="again", OUT_DIR=tmp_path / "b", RESUME=tmp_path / "a" / "checkpoints" / "whole_00000002.pt"))
-    assert (tmp_path / "a" / "final_model.int8.ptz").read_bytes() == (tmp_path / "b" / "final_model.int8.ptz").read_bytes()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
