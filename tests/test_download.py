@@ -1,13 +1,11 @@
 """data/download.py against a small hub: a dictionary in place of the client's two functions, called as the client allows."""
 
 import os
-import shutil
 import sys
 from fnmatch import fnmatch
 from unittest.mock import create_autospec
 
 import pytest
-from conftest import REPOSITORY
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import download  # noqa: E402
@@ -18,9 +16,9 @@ MODEL = "datasets/tokenizers/fineweb_1024_bpe.model"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The files of each repository; what was asked for is in `hub.asked`."""
+    """The client, with the files of each repository."""
     names = [f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", *(f"train_{i:06d}" for i in range(3)))]
-    names += [MODEL, "datasets/datasets/fineweb10B_byte260/fineweb_val_000000.bin", "datasets/manifest.json"]
+    names += [MODEL, "datasets/manifest.json"]
     gpt2 = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
     repositories = {download.CHALLENGE: names, download.GPT2: gpt2, "me/copy": names}
 
@@ -32,11 +30,9 @@ def hub(tmp_path, monkeypatch):
                 (tmp_path / "cache" / name).write_text(f"{repo_id} {name}")
         return str(tmp_path / "cache")
 
-    def stand_in(name, function):
+    for name, function in (("list_repo_files", lambda repo_id, **_: repositories[repo_id]),
+                           ("snapshot_download", snapshot_download)):
         monkeypatch.setattr(huggingface_hub, name, create_autospec(getattr(huggingface_hub, name), side_effect=function))
-
-    stand_in("list_repo_files", lambda repo_id, **_: repositories[repo_id])
-    stand_in("snapshot_download", snapshot_download)
     monkeypatch.setattr(download, "DATA", tmp_path / "data")
     return huggingface_hub
 
@@ -61,60 +57,50 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, ru
     if not has_links:
         monkeypatch.setattr(download.os, "link", lambda *_: os.open("another disk", os.O_RDONLY))
     data = tmp_path / "data"
-    for count in (2, 3):
-        out = run("--train-shards", count)
-        names = ["val_000000", "val_000001", "train_000000", "train_000001", "train_000002"][:2 + count]
+    for names in (["val_000000", "val_000001", "train_000000"], ["val_000000", "val_000001", "train_000000", "train_000001"]):
+        out = run("--train-shards", len(names) - 2)
         wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{download.CHALLENGE} {SHARDS}{name}.bin"
                   for name in names}
         wanted["tokenizers/fineweb_1024_bpe.model"] = f"{download.CHALLENGE} {MODEL}"
         assert contents(data) == wanted
-    folder, model = data / "datasets" / "fineweb10B_sp1024", data / "tokenizers" / "fineweb_1024_bpe.model"
-    assert out == (f"next: python {os.path.relpath(REPOSITORY / 'train_gpt.py')} DATA_PATH={os.path.relpath(folder)} "
-                   f"TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024\n")
+    folder, model = data / "datasets/fineweb10B_sp1024", data / "tokenizers/fineweb_1024_bpe.model"
+    assert out.endswith(f" DATA_PATH={os.path.relpath(folder)} TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024\n")
     cached = tmp_path / "cache" / f"{SHARDS}val_000000.bin"
     assert cached.samefile(folder / cached.name) == has_links
 
 
-@pytest.mark.parametrize("variant, repo, arguments, ending, files", [
-    ("gpt2", download.GPT2, ["--train-shards", 1], "=gpt2 VOCAB_SIZE=50257\n",
-     {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}),
-    ("byte260", download.CHALLENGE, ["--train-shards", 0], "=byte260 VOCAB_SIZE=260\n", {"fineweb_val_000000.bin"}),
-    ("sp1024", "me/copy", ["--repo", "me/copy", "--train-shards", 0], "fineweb_1024_bpe.model VOCAB_SIZE=1024\n",
+@pytest.mark.parametrize("variant, arguments, ending, files", [
+    ("gpt2", ["--train-shards", 1], "=gpt2 VOCAB_SIZE=50257\n", {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}),
+    ("sp1024", ["--repo", "me/copy", "--train-shards", 0], "fineweb_1024_bpe.model VOCAB_SIZE=1024\n",
      {"fineweb_val_000000.bin", "fineweb_val_000001.bin", "fineweb_1024_bpe.model"})])
-def test_all_files_of_a_variant_in_one_folder(hub, run, tmp_path, variant, repo, arguments, ending, files):
+def test_all_files_of_a_variant_in_one_folder(hub, run, tmp_path, variant, arguments, ending, files):
     assert run(*arguments, "--out", tmp_path / "out", variant=variant).endswith(ending)
-    found = contents(tmp_path / "out")
-    assert found.keys() == files and all(text.startswith(f"{repo} ") for text in found.values())
+    assert contents(tmp_path / "out").keys() == files
 
 
 def test_files_of_another_data_set_are_an_error_and_stay(hub, run, tmp_path):
     """train_gpt.py would mix them with this one."""
     out = tmp_path / "out"
     run("--train-shards", 1, "--out", out)
-    shutil.copy(out / "fineweb_val_000001.bin", out / "copy")
-    (out / "copy").replace(out / "fineweb_val_000000.bin")
+    (out / "fineweb_val_000001.bin").replace(out / "fineweb_val_000000.bin")
     before = contents(out)
-    with pytest.raises(SystemExit, match="fineweb_val_000000.bin is not the published file: delete it, or"):
+    with pytest.raises(SystemExit, match="fineweb_val_000000.bin is not the published file"):
         run("--train-shards", 1, "--out", out)
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("arguments", [["--train-shards", "4"], ["--train-shards", "-1"], ["--variant", "sp4096"]])
+@pytest.mark.parametrize("arguments", [["--train-shards", "4"], ["--variant", "sp4096"]])
 def test_shards_that_are_not_there_are_an_error(hub, run, tmp_path, arguments):
     with pytest.raises(SystemExit, match="^download.py: .*has [30] training and [20] validation shards of sp"):
         run("--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_variants_a_missing_client_and_ctrl_c(hub, run, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(variant="sp9")
-    assert "invalid choice: 'sp9'" in capsys.readouterr().err
+def test_ctrl_c_errors_of_the_client_and_a_missing_client(hub, run, monkeypatch):
     for error, status in ((KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no network$")):
         hub.list_repo_files.side_effect = error
         with pytest.raises(SystemExit, match=status):
             run()
-    assert "stopped; run the same command again to resume" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(SystemExit, match="huggingface_hub is missing: pip install huggingface_hub"):
+    with pytest.raises(SystemExit, match="pip install huggingface_hub"):
         run()

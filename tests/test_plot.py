@@ -1,8 +1,5 @@
 """logs/plot.py and logs/events.py: what they read from logs, and how runs are compared."""
 
-import json
-
-import numpy as np
 import plot
 import pytest
 from test_track import write_lines
@@ -40,49 +37,37 @@ def train_curve(run):
 
 def test_the_table_has_what_runs_reached_and_the_settings_that_differ(tmp_path):
     runs = [read(tmp_path / "first.jsonl"), read(tmp_path / "second.jsonl", lr=0.04)]
-    lines = plot.table_of(runs).splitlines()
-    assert len({len(line) for line in lines}) == 1 and set(lines[1]) == {"|", "-"}
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split("|") for line in lines)}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in plot.table_of(runs).splitlines()]
+    rows = {title: values for title, *values in cells}
     assert rows[""] == rows["RUN_ID"] == ["first", "second"] and rows["MATRIX_LR"] == ["0.02", "0.04"] and "SEED" not in rows
-    assert rows["steps"] == ["4", "4"] and rows["tokens, M"] == ["0.0", "0.0"] and rows["training, s"] == ["4.0", "4.0"]
-    assert rows["tokens/s, median"] == ["1,002", "1,002"] and rows["last val_bpb"] == ["1.0000", "1.0000"]
-    assert rows["MFU, median"] == ["0.1%", "0.1%"]
-    assert rows["val_bpb of the artifact"] == ["1.0100", "1.0100"] and rows["artifact, bytes"] == ["900"] * 2
+    assert [rows[title][0] for title in ("steps", "training, s", "tokens/s, median", "MFU, median", "last val_bpb",
+                                         "val_bpb of the artifact", "artifact, bytes")] == [
+        "4", "4.0", "1,002", "0.1%", "1.0000", "1.0100", "900"]
 
 
 @pytest.mark.parametrize("gpu, dtype, wanted", [
-    ("NVIDIA L4", "bfloat16", 121), ("NVIDIA L40S", "bfloat16", 362), ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
-    ("NVIDIA H100 PCIe", "bfloat16", 756), ("Tesla T4", "float16", 65), ("NVIDIA L4", "float32", None),
-    ("NVIDIA L400", "bfloat16", None), (None, "bfloat16", None)])
+    ("NVIDIA L40S", "bfloat16", 362), ("NVIDIA H100 80GB HBM3", "bfloat16", 989), ("NVIDIA H100 PCIe", "bfloat16", 756),
+    ("NVIDIA L4", "float32", None), ("NVIDIA L400", "bfloat16", None), (None, "bfloat16", None)])
 def test_mfu_is_of_the_gpus_that_the_log_names(gpu, dtype, wanted):
     """Two GPUs, with the FLOPs of matrices and causal attention counted by hand. Older logs name no GPU."""
     matrices = 9 * (512 * 512 * 2 + 2 * 256 * 512 + 2 * 1024 * 512) + 1024 * 512
     flops = 6 * matrices + 27_648 * 4096
     start = {"config": {**SHAPE, "DTYPE": dtype}, "world_size": 2, **({"gpu": gpu} if gpu else {})}
-    found = plot.mfu_of(start, 1e6)
-    assert found == (wanted and pytest.approx(1e6 * flops / (2 * wanted * 1e12)))
+    assert plot.mfu_of(start, 1e6) == (wanted and pytest.approx(1e6 * flops / (2 * wanted * 1e12)))
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
     runs = [read(tmp_path / "a.jsonl", seed=1), read(tmp_path / "b.jsonl", seed=2, shift=0.5),
-            read(tmp_path / "c.jsonl", seed=3, shift=1), read(tmp_path / "d.jsonl", lr=0.04),
-            read(tmp_path / "e.jsonl", data="other/set"), read(tmp_path / "f.jsonl", data="x" * 60)]
+            read(tmp_path / "c.jsonl", seed=3, shift=1, steps=(1, 3)), read(tmp_path / "d.jsonl", lr=0.04),
+            read(tmp_path / "e.jsonl", data="x" * 60)]
     groups = plot.groups_of(runs)
     first = "DATA_PATH=a/set MATRIX_LR=0.02, 3 runs"
     assert {label: [run.name for run in members] for label, members in groups.items()} == {
-        first: ["a", "b", "c"], "DATA_PATH=a/set MATRIX_LR=0.04": ["d"], "DATA_PATH=other/set MATRIX_LR=0.02": ["e"], "f": ["f"]}
-    at, values = plot.band(groups[first], "train", "tokens", "loss")
-    assert at.tolist() == pytest.approx([0.001, 0.002, 0.003, 0.004]) and values.shape == (3, 4)
-    assert values.mean(axis=0).tolist() == [4.5, 3.5, 2.5, 1.5]
-
-
-def test_a_band_ends_where_the_first_of_its_runs_does(tmp_path):
-    long, short = read(tmp_path / "a.jsonl"), read(tmp_path / "b.jsonl", steps=(1, 3))
-    at, values = plot.band([long, short], "train", "step", "loss")
-    assert at.tolist() == [1, 2, 3] and values[1].tolist() == [4, 3, 2]  # the middle one is interpolated
-    coarse = read(tmp_path / "c.jsonl", steps=(1, 4))
-    assert plot.band([coarse, short], "train", "step", "loss")[0].tolist() == [1, 3]  # which the first does not have
-    assert plot.band([long, short], "val", "step", "loss")[0].size == 0
+        first: ["a", "b", "c"], "DATA_PATH=a/set MATRIX_LR=0.04": ["d"], "e": ["e"]}
+    at, values = plot.band(groups[first], "train", "tokens", "loss")  # up to the last step that all have, interpolated
+    assert at.tolist() == pytest.approx([0.001, 0.002, 0.003])
+    assert values.tolist() == [[4, 3, 2], [4.5, 3.5, 2.5], [5, 4, 3]]
+    assert plot.band(groups[first], "val", "step", "loss")[0].size == 0
 
 
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
@@ -90,7 +75,6 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     write_log(tmp_path / "run.05.jsonl", final=False, shift=90)  # of the run "run.05"
     run = read(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)
     assert train_curve(run) == [[1, 2, 3, 4, 5, 6], [13, 12, 11, 1, 0, -1]]
-    assert plot.curve(run, "val", "seconds", "val_bpb")[0].tolist() == [2, 4, 6]
     again = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # validated again on resuming
     write_lines(write_log(tmp_path / "run.jsonl", steps=(3, 4), resume=2), again, append=True)
     run = plot.read_run(str(tmp_path / "run.jsonl"))
@@ -105,15 +89,14 @@ def run_plot(monkeypatch, *arguments):
 
 def test_pictures_have_the_names_of_all_runs_and_the_format_of_their_ending(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    many = [write_log(tmp_path / f"a_long_name_{number:02d}.jsonl", lr=number) for number in range(12)]
-    for runs, name in ((many[:1], "a_long_name_00"), (many[:2], "a_long_name_00+a_long_name_01"), (many, "a_long_name_00+11_more")):
+    many = [write_log(tmp_path / f"a_long_name_{number:02d}.jsonl", lr=number) for number in range(8)]
+    for runs, name in ((many[:2], "a_long_name_00+a_long_name_01"), (many, "a_long_name_00+7_more")):
         run_plot(monkeypatch, *runs)
         assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG" and str(tmp_path / f"{name}.png") in capsys.readouterr().out
-    for ending, start in (("pdf", b"%PDF-"), ("svg", b"<?xml")):
-        run_plot(monkeypatch, *many[:2], "--out", tmp_path / f"both.{ending}")
-        assert (tmp_path / f"both.{ending}").read_bytes().startswith(start)
+    run_plot(monkeypatch, many[0], "--out", tmp_path / "one.svg")
+    assert (tmp_path / "one.svg").read_bytes().startswith(b"<?xml")
     with pytest.raises(SystemExit, match="plot.py: Format 'gpj' is not supported"):
-        run_plot(monkeypatch, many[0], "--out", tmp_path / "both.gpj")
+        run_plot(monkeypatch, many[0], "--out", tmp_path / "one.gpj")
 
 
 @pytest.mark.parametrize("changes, panels", [
@@ -126,16 +109,10 @@ def test_one_line_has_one_panel_and_losses_of_other_texts_are_not_compared(tmp_p
     assert plot.panels_of(plot.groups_of(runs)) == panels
 
 
-def test_the_moving_mean_is_over_a_twentieth_of_the_values():
-    values = np.arange(100.0)
-    assert plot.smooth(values)[[0, 4, 99]].tolist() == [0.0, 2.0, 97.0] and plot.smooth(values[:3]).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("content, wanted", [
-    (None, "neither a file nor a RUN_ID"), ("{}\n", "is not a .jsonl log"), ("", "has no steps yet"),
-    ("[1\n{}\n", "is not a .jsonl log"), ("step:1/2 train_loss:3\nstep:2/2 train_loss:3\n", "is not a .jsonl log"),
-    ("[1\n", "has no steps yet"), ('{"event": "train", "step": 1}\n', "is not a .jsonl log"),
-    (json.dumps({"event": "config", "config": {}}), "has no steps yet")])
+    (None, "neither a file nor a RUN_ID"), ("{}\n", "is not a .jsonl log"), ("[1\n", "has no steps yet"),
+    ("step:1/2 train_loss:3\nstep:2/2 train_loss:3\n", "is not a .jsonl log"),
+    ('{"event": "train", "step": 1}\n', "is not a .jsonl log")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     if content is not None:
         (tmp_path / "x.jsonl").write_text(content)

