@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tokenization
 import train_gpt
-from conftest import one_process, tiny_config, write_shard
+from conftest import write_shard
+from test_bytes import byte_stream, check
 
 TEXTS = ["the quick brown fox", "", " jumps over ", "the lazy dög\n" * 9, "a"]
 
@@ -21,22 +22,9 @@ def convert_to(monkeypatch, out, *arguments):
     convert.main()
 
 
-def load(out):
-    """The manifest, and what the trainer makes of the validation split."""
-    manifest = json.loads((out / "manifest.json").read_text())
-    name, vocab_size = manifest["tokenizer"]["name"], manifest["tokenizer"]["vocab_size"]
-    path = str(out / name) if (out / name).exists() else name
-    config = tiny_config(data_path=str(out), tokenizer_path=path, vocab_size=vocab_size, train_seq_len=1)
-    return manifest, train_gpt.Validation(config, one_process())
-
-
-def byte_stream(texts):
-    return [token for text in texts for token in (1, *(4 + byte for byte in text.encode()))]
-
-
 def write_tokens(folder, kind, split, texts):
     """A split's file, or two of them, in another project's format."""
-    tokens = np.array(byte_stream(texts))
+    tokens = np.array(byte_stream(*texts))
     if kind == "llm.c":  # the last split in a name counts
         write_shard(folder / f"my_val_set_{split}_000000.bin", tokens[:33])
         write_shard(folder / f"my_val_set_{split}_000001.bin", tokens[33:])
@@ -61,15 +49,14 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
         with pytest.raises(SystemExit, match="train.bin has a 0 after each id: .* choose another --dtype"):
             convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
     convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000", *arguments)
-    manifest, validation = load(out)
-    train, val = manifest["splits"]["train"], manifest["splits"]["val"]
-    assert validation.tokens.tolist() == byte_stream(TEXTS)
+    validation, splits = check(out), json.loads((out / "manifest.json").read_text())["splits"]
+    train, val = splits["train"], splits["val"]
+    assert validation.tokens.tolist() == byte_stream(*TEXTS)
     shards = train_gpt.open_split(validation.config, "train").values()
-    assert np.concatenate(list(shards)).tolist() == byte_stream(TEXTS * 30)
+    assert np.concatenate(list(shards)).tolist() == byte_stream(*TEXTS * 30)
     assert validation.bytes == val["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert train["bytes"] == 30 * val["bytes"] and val["original_per_decoded_byte"] == 1.0
-    assert (train["documents"], val["documents"]) == (150, 5)
-    assert len(train["shards"]) == -(-len(byte_stream(TEXTS * 30)) // 1000)
+    assert (train["documents"], val["documents"]) == (150, 5) and len(train["shards"]) == 5
 
 
 def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
@@ -81,9 +68,8 @@ def test_a_vocabulary_of_nanogpt_with_characters(tmp_path, monkeypatch):
     out = tmp_path / "set"
     convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", tmp_path / "meta.pkl",
                "--headerless")
-    manifest, validation = load(out)
-    assert (validation.tokenizer_kind, manifest["tokenizer"]["vocab_size"]) == ("table", len(chars))
-    assert manifest["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
+    validation = check(out)
+    assert json.loads((out / "manifest.json").read_text())["splits"]["val"]["bytes"] == len("".join(TEXTS).encode())
     assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(validation.tokens).decode() == "".join(TEXTS)
 
 
@@ -121,7 +107,7 @@ def test_mistakes_are_explained(tmp_path, monkeypatch, name, content, arguments,
 
 
 def test_what_is_stopped_leaves_nothing_behind(tmp_path, monkeypatch):
-    source = write_shard(tmp_path / "x_val_0.bin", byte_stream(TEXTS))
+    source = write_shard(tmp_path / "x_val_0.bin", byte_stream(*TEXTS))
 
     def stop(*_):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,10 +1,9 @@
-"""Models in other tools: the folder of export_hf.py in transformers and lm-evaluation-harness."""
+"""Models in transformers: the folder of export_hf.py."""
 
 import argparse
 import json
 import random
 import shutil
-import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -17,12 +16,11 @@ import sample
 import tokenization
 import torch
 import train_gpt
-from conftest import REPOSITORY, tiny_config
+from conftest import tiny_config
 from test_model import SWITCHES, trained_like
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-BEST = REPOSITORY / "records" / "track_10min_1mb_cpu" / "2026-11-25_SotuFourLayers" / "artifact_seed1337.int8.ptz"
 BYTE260 = dict(vocab_size=260, tokenizer_path="byte260", tokenizer_sha256=sha256(b"byte260").hexdigest())
 MODELS = {  # the default shape, each switch that is in artifacts, and an untied, padded table
     "default": lambda: train_gpt.Config(dtype="bfloat16", train_seq_len=64, **BYTE260),
@@ -40,17 +38,14 @@ def load_tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Writes and loads a model of MODELS, or the best of the CPU track: its artifact, as the GPT, and the folder."""
+    """Writes and loads a model of MODELS: its artifact, as the GPT, and the folder."""
     parent = tmp_path_factory.mktemp("huggingface")
 
     def write(name):
         path, folder = parent / f"{name}.ptz", parent / name
         if not folder.exists():
-            if name == "best":
-                shutil.copy(BEST, path)
-            else:
-                model = trained_like(MODELS[name]())
-                path.write_bytes(train_gpt.pack(model.state_dict(), model.config)[0])
+            model = trained_like(MODELS[name]())
+            path.write_bytes(train_gpt.pack(model.state_dict(), model.config)[0])
             model = sample.load(path)
             export_hf.write_folder(model, sample.find_tokenizer(model, path), folder)
         return sample.load(path), folder
@@ -58,22 +53,10 @@ def folders(tmp_path_factory):
     return write
 
 
-@pytest.fixture(params=["switches", "untied", pytest.param("default", marks=pytest.mark.slow),
-                        pytest.param("best", marks=pytest.mark.slow)])
-def exported(folders, request):
-    if request.param == "best" and not (REPOSITORY / "data" / "datasets" / "sotu_unigram2048").is_dir():
-        pytest.skip("data/datasets/sotu_unigram2048, with the tokenizer, is not prepared")
-    return folders(request.param)
-
-
-def continued(model, ids, count):
-    """What sample.py writes after ids, the likeliest tokens."""
-    return list(sample.generate(model, ids, -1, argparse.Namespace(temperature=0, length=count), None))
-
-
-def test_logits_and_text_are_those_of_the_artifact(exported):
+@pytest.mark.parametrize("name", ["switches", "untied", pytest.param("default", marks=pytest.mark.slow)])
+def test_logits_and_text_are_those_of_the_artifact(folders, name):
     """Also beyond the context, and if a cache is asked for."""
-    wanted, folder = exported
+    wanted, folder = folders(name)
     model = load(folder)
     context = model.config.max_position_embeddings
     tokens = torch.randint(5, 260, (2, context), generator=torch.Generator().manual_seed(1))
@@ -81,7 +64,7 @@ def test_logits_and_text_are_those_of_the_artifact(exported):
         logits = wanted.logits(wanted.hidden(tokens))[..., :model.config.vocab_size]
         torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
     for use_cache, prompt in ((True, tokens[:1, :context - 20]), (False, tokens.view(1, -1)[:, :context + 7])):
-        text = continued(wanted, prompt[0].tolist(), 40)
+        text = list(sample.generate(wanted, prompt[0].tolist(), -1, argparse.Namespace(temperature=0, length=40), None))
         ids = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, use_cache=use_cache)
         assert ids[0, prompt.size(1):].tolist() == text
 
@@ -153,7 +136,6 @@ def test_the_tokenizer_keeps_every_byte(tmp_path, name):
 
 @pytest.mark.parametrize("name, change, message", [
     ("model.safetensors", lambda t: t.pop("gpt.smear"), r"missing.*gpt\.smear"),
-    ("model.safetensors", lambda t: t.update(more=t["gpt.smear"].clone()), "unexpected.*more"),
     ("config.json", lambda c: c["variables"].update(LOGIT_SOFTCAP=10.0), "of different models: their variables differ"),
     ("config.json", lambda c: c["variables"].update(NEW=1), "NEW='1' .* is not a variable"),
     ("tokenizer_config.json", lambda c: c.update(tokenizer="gpt2"), "gpt2 is not the tokenizer that|cannot be used")])
@@ -177,18 +159,3 @@ def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsy
     assert len({entry.stat().st_mode for entry in (tmp_path / "out").iterdir()}) == 1  # whoever reads one can read all
     with pytest.raises(SystemExit, match="is not empty"):
         export_hf.main()
-
-
-@pytest.mark.slow
-def test_lm_evaluation_harness_gets_our_bits_per_byte(folders, tmp_path):
-    """Texts shorter and longer than the context."""
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    model, folder = folders("switches")
-    texts = ["the quick", "brown fox\n" * 10, "jumps over the lazy dog, é and 漢字; " * 5]
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    ours = sample.score(model, tokenization.load_tokenizer("byte260"), texts)
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--output_path", "out", "--model_args",
-               f"pretrained={folder},trust_remote_code=True,add_bos_token=False", "--tasks", REPOSITORY / "logs" / "lm_eval.yaml"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    results = json.loads(next((tmp_path / "out").rglob("*.json")).read_text())["results"]["bits_per_byte"]
-    assert ours == pytest.approx(results["bits_per_byte,none"], rel=1e-4)

