@@ -1,10 +1,7 @@
 """Token files of other projects: each kind becomes shards that the trainer reads and whose bytes it can prove."""
 
 import json
-import os
 import pickle
-import signal
-import time
 
 import convert
 import numpy as np
@@ -88,10 +85,10 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, monkeypatch):
     ("val.bin", None, [], "val.bin' is neither a .bin or .npy file nor a folder of them"),
     ("interval_train.bin", [1, 5], [], "none of interval_train.bin has val or test in its name"),
     ("val.bin", b"text that is no tokens" * 100, [], "val.bin is not a token shard.*need --headerless"),
-    ("val.bin", [1, 260], [], "val.bin holds token 260, but"), ("val.bin", b"odd", ["--headerless"], "val.bin cannot be read: "),
-    ("val.npy", b"\x93NUMPY but no array", [], "val.npy cannot be read: "),
-    ("val.npy", np.array([{}]), [], "val.npy cannot be read: "), ("val.npy", np.array([1, -2, 3]), [], "val.npy holds token -2"),
-    ("val.npy", np.zeros(9), [], "val.npy does not hold a row of token ids"),
+    ("val.bin", b"odd", ["--headerless"], "val.bin cannot be read: "),
+    ("val.bin", [1, 260], [], "val.bin holds token 260, but"), ("val.bin", [1, 1], [], "decode to no text"),
+    ("val.npy", np.array([{}]), [], "val.npy cannot be read: "), ("val.npy", np.zeros(9), [], "val.npy does not hold"),
+    ("val.npy", np.array([1, -2, 3]), [], "val.npy holds token -2"),
 ])
 def test_mistakes_are_explained(tmp_path, monkeypatch, name, content, arguments, wanted):
     path = tmp_path / name
@@ -103,21 +100,4 @@ def test_mistakes_are_explained(tmp_path, monkeypatch, name, content, arguments,
         np.save(path, content, allow_pickle=True)
     with pytest.raises(SystemExit, match=f"^convert.py: .*{wanted}"):
         convert_to(monkeypatch, tmp_path / "set", path, "--tokenizer", "byte260", *arguments)
-    assert not (tmp_path / "set").exists()
-
-
-def test_what_is_stopped_leaves_nothing_behind(tmp_path, monkeypatch):
-    source = write_shard(tmp_path / "x_val_0.bin", byte_stream(*TEXTS))
-
-    def stop(*_):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10)
-
-    monkeypatch.setattr(convert, "split_documents", stop)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit, match="convert.py: stopped"):
-            convert_to(monkeypatch, tmp_path / "out", source, "--tokenizer", "byte260")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert list(tmp_path.iterdir()) == [source]
+    assert {each.name for each in tmp_path.iterdir()} <= {name}  # nothing hidden is left behind

@@ -57,14 +57,16 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, ru
     if not has_links:
         monkeypatch.setattr(download.os, "link", lambda *_: os.open("another disk", os.O_RDONLY))
     data = tmp_path / "data"
-    for names in (["val_000000", "val_000001", "train_000000"], ["val_000000", "val_000001", "train_000000", "train_000001"]):
-        out = run("--train-shards", len(names) - 2)
+    names = ["val_000000", "val_000001"]
+    for count in (1, 2):
+        names.append(f"train_{count - 1:06d}")
+        out = run("--train-shards", count)
         wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{download.CHALLENGE} {SHARDS}{name}.bin"
                   for name in names}
         wanted["tokenizers/fineweb_1024_bpe.model"] = f"{download.CHALLENGE} {MODEL}"
         assert contents(data) == wanted
     folder, model = data / "datasets/fineweb10B_sp1024", data / "tokenizers/fineweb_1024_bpe.model"
-    assert out.endswith(f" DATA_PATH={os.path.relpath(folder)} TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024\n")
+    assert f" DATA_PATH={os.path.relpath(folder)} TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024\n" in out
     cached = tmp_path / "cache" / f"{SHARDS}val_000000.bin"
     assert cached.samefile(folder / cached.name) == has_links
 
@@ -92,7 +94,7 @@ def test_shards_that_are_not_there_are_an_error(hub, run, tmp_path, variant, cou
 
 
 def test_ctrl_c_and_errors_of_the_client(hub, run):
-    for error, status in ((KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no network$")):
+    for error, status in ((KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no network")):
         hub.list_repo_files.side_effect = error
         with pytest.raises(SystemExit, match=status):
             run()

