@@ -153,6 +153,5 @@ def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["export_hf.py", f"{folders('switches')[1]}.ptz", str(tmp_path / "out")])
     export_hf.main()
     assert "read back by transformers, its logits differ by" in capsys.readouterr().out
-    assert len({entry.stat().st_mode for entry in (tmp_path / "out").iterdir()}) == 1  # whoever reads one can read all
     with pytest.raises(SystemExit, match="is not empty"):
         export_hf.main()

@@ -52,11 +52,10 @@ def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
     at, values = plot.band(groups[first], "train", "tokens", "loss")  # up to the last step that all have, interpolated
     assert at.tolist() == pytest.approx([0.001, 0.002, 0.003])
     assert values.tolist() == [[4, 3, 2], [4.5, 3.5, 2.5], [5, 4, 3]]
-    assert plot.band(groups[first], "val", "step", "loss")[0].size == 0
 
 
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
-    write_log(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5), final=False, shift=9)
+    write_log(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5, 7), final=False, shift=9)
     write_log(tmp_path / "run.05.jsonl", final=False, shift=90)  # of the run "run.05"
     run = read(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)
     assert plot.curve(run, "train", "step", "loss").tolist() == [[1, 2, 3, 4, 5, 6], [13, 12, 11, 1, 0, -1]]

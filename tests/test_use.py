@@ -136,14 +136,16 @@ def test_tokens_are_drawn_as_the_options_say(changes, wanted):
 
 
 def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
-    model = trained_like(tiny_config())
-    options = argparse.Namespace(temperature=0, length=60)
+    model = trained_like(tiny_config(**SWITCHES))
+    options = argparse.Namespace(temperature=1, top_k=0, top_p=1, length=60)
+    generators = [torch.Generator().manual_seed(1) for _ in range(3)]
     ids = [10, 11, 12]
-    for token in sample.generate(model, ids, -1, options, None):
-        assert token == model.logits(model.hidden(torch.tensor([ids[-32:]])))[0, -1].argmax()
+    for token in sample.generate(model, ids, -1, options, generators[0]):
+        logits = model.logits(model.hidden(torch.tensor([ids[-32:]])))[0, -1]
+        assert token == sample.choose(logits, options, generators[1])
         ids.append(token)
     assert len(ids) == 63
-    assert list(sample.generate(model, ids[:3], ids[8], options, None)) == ids[3:ids.index(ids[8], 3)]
+    assert list(sample.generate(model, ids[:3], ids[8], options, generators[2])) == ids[3:ids.index(ids[8], 3)]
 
 
 def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, call):
