@@ -122,7 +122,7 @@ def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[st
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
-def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool) -> None:
+def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool = False) -> None:
     """Learn "spN", "unigramN" or "char" from texts and write it to `path`. With `folds_case`, pieces are in small letters, and
     operators stand for capitals. Raises ValueError if there is too little text.
 
