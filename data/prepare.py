@@ -135,8 +135,9 @@ def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool 
         write_vocabulary(path, "char", BOS, BYTE_TOKENS + [char.encode("utf-8") for char in chars])
         return
     kind, size = LEARNT.fullmatch(name).groups()
-    texts = map(fold_case, sample) if folds_case else sample
-    lines = (line for text in texts for line in text.splitlines(keepends=True))
+    if folds_case:
+        sample = [fold_case(text) for text in sample]
+    lines = (line for text in sample for line in text.splitlines(keepends=True))
     model = io.BytesIO()
     try:
         import_sentencepiece().SentencePieceTrainer.train(
@@ -149,6 +150,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool 
             required_chars=SPACE,  # else text with few spaces leaves them without a piece
             num_threads=16, minloglevel=2)  # the number is part of the model's bytes: the same everywhere
     except RuntimeError as error:
+        if "KeyboardInterrupt" in str(error):  # Ctrl-C while SentencePiece reads
+            raise KeyboardInterrupt from None
         raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; choose another size, or byte260, which "
                          "is not learnt") from None
     path.write_bytes(model.getvalue())

@@ -74,6 +74,18 @@ def test_a_model_is_trained_sampled_and_scored(folded, tmp_path, monkeypatch, ca
     assert 1 < sample.score(model, tokenizer, ["The NASA"]) < 20
 
 
+def test_a_reserved_character_and_ctrl_c_while_a_vocabulary_is_learnt_are_named(tmp_path):
+    with pytest.raises(ValueError, match="reserves U.E001 to U.E003"):
+        prepare.learn_vocabulary("sp300", ["a \ue001the"], tmp_path / "x", folds_case=True)
+
+    class Text(str):
+        def splitlines(self, keepends=False):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare.learn_vocabulary("sp300", [Text("a text")], tmp_path / "x")
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "byte260"])
 def test_only_a_learnt_vocabulary_of_pieces_has_operators(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr("sys.argv", ["prepare.py", "stdlib", "--tokenizer", tokenizer, "--caseops", "--out", str(tmp_path / "x")])
