@@ -54,7 +54,7 @@ HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or M
          "torchdynamo|inductor": "Install what is missing, such as python3-dev, or set COMPILE=0",
          "address already in use": "Set another MASTER_PORT",
          "connection (reset|closed|refused)": "Another rank has ended, or MASTER_ADDR is wrong"}
-CASE = "\ue001\ue002\ue003"  # operators for capital letters: tokens without bytes (CaseOps)
+CASE = "\ue001\ue002\ue003"  # CaseOps' operators for capitals: tokens without bytes
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 # Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
@@ -442,7 +442,7 @@ class TokenLoader:
         spans = config.grad_accum_steps * ranks.world_size
         self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1  # + 1 as published
+        self.stride = self.length if self.shuffled else self.length + 1  # as published
         self.batches(0)  # shards of another vocabulary are found before training
 
     def start(self, piece: int) -> int:

@@ -132,7 +132,8 @@ def command_of(options) -> str:
     words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds") if getattr(options, key)]
     given = train_gpt.load_config([], dict(os.environ))[1].keys() & os.environ.keys() - MAY_DIFFER_BETWEEN_SEEDS
     words += [f"{name}={os.environ[name]}" for name in sorted(given - pairs_of(options.settings).keys())]
-    words += [f"--ranks={options.ranks}"] * (options.ranks > 1)
+    if options.ranks > 1:
+        words.append(f"--ranks={options.ranks}")
     return f"python records/make.py {shlex.join(words + options.settings)}"
 
 
@@ -235,7 +236,10 @@ def leaderboard(records: Path) -> str:
         submissions += [line for line in read_history(records) if line["track"] == folder.name]
         ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
         lines += [f"### [{track['title']}]({folder.name})", "", *(f"- [{name}]({folder.name}/{name})" for name in ladders)]
-        lines += ["No record yet.", ""] if not submissions and not ladders else [""] * bool(ladders)
+        if ladders:
+            lines.append("")
+        elif not submissions:
+            lines += ["No record yet.", ""]
         used = {submission["division"] for submission in submissions}
         known = [name for name in track.get("divisions", {}) if name in used]
         for division in [*known, *sorted(used - {*known})]:  # those of texts that are gone last
@@ -293,8 +297,8 @@ def main() -> None:
             tracks = sorted(path.parent.name for path in records.glob("track_*/track.json"))
             if options.track not in tracks:
                 raise ValueError(f"--track {options.track!r} must be one of {', '.join(tracks)}")
-            run_ids, command = options.runs.split(",") * bool(options.runs), ""
-            if not run_ids:
+            run_ids, command = options.runs.split(","), ""
+            if not options.runs:
                 folder = folder_of(options, time.gmtime())
                 settings, seeds = plan_settings(options, folder), options.seeds.split(",")
                 check_plan(options, folder, settings, seeds)

@@ -58,6 +58,11 @@ def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
 """
 
 
+def test_every_configuration_is_one_of_the_trainers():
+    shapes = {name: bench.variables_of(settings.split()) for name, (settings, _, _) in bench.CONFIGURATIONS.items()}
+    assert shapes["cpu-preset"]["NUM_LAYERS"] == "3" and shapes["gpu-preset"]["VOCAB_SIZE"] == "8192"  # of the presets' files
+
+
 def test_older_commits_get_the_variables_that_they_have(tmp_path, capsys):
     script = tmp_path / "train_gpt.py"
     script.write_text('class Config:\n    attn: str = var("auto")\n    compile: str = var("auto")\n')

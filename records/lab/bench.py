@@ -300,18 +300,22 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
     print(median_table(name, measured, ROWS), flush=True)
     cache = folder / ("cache1" if options.against else "cache0")  # compiled before
     variables["ITERATIONS"] = str(max(skip + 3, int(variables["ITERATIONS"])))
-    for kind, output in (("phases", folder / "phases.json"), ("profile", options.profile and options.profile.resolve() / name)):
-        if not output or not getattr(options, kind):
-            continue
-        output.parent.mkdir(parents=True, exist_ok=True)
+
+    def work(kind: str, output: Path) -> None:
+        """Run a worker of that kind, which writes to `output`."""
         command = [*launcher(options.ranks), __file__, "--worker", kind, str(skip), str(output), str(options.fake_ranks)]
         measure([*command, *words_of(variables)], skip, folder, cache, {})
-        if kind == "phases":
-            phases = json.loads(output.read_text(encoding="utf-8"))
-            print(median_table(f"{name}, ms per step", [(here, [phases])], {phase: (phase, 1) for phase in phases}), flush=True)
-        else:
-            print(Path(f"{output}.txt").read_text(encoding="utf-8"))
-            print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))))
+
+    if options.phases:
+        work("phases", folder / "phases.json")
+        phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+        print(median_table(f"{name}, ms per step", [(here, [phases])], {phase: (phase, 1) for phase in phases}), flush=True)
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        output = options.profile.resolve() / name
+        work("profile", output)
+        print(Path(f"{output}.txt").read_text(encoding="utf-8"))
+        print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))))
 
 
 def words_of(variables: dict[str, str]) -> list[str]:
