@@ -20,7 +20,6 @@ from shards import REPOSITORY
 
 DATA = REPOSITORY / "data"
 CHALLENGE = "willdepueoai/parameter-golf"
-GPT2 = "kjj0/fineweb10B-gpt2"
 VOCAB_SIZES = {"sp1024": 1024, "sp4096": 4096, "sp8192": 8192, "byte260": 260, "gpt2": 50257}
 
 
@@ -44,14 +43,14 @@ def download(options) -> str:
     """Download what is missing; return the training command. Raises ValueError, and what huggingface_hub raises."""
     import huggingface_hub
     variant, vocab_size = options.variant, VOCAB_SIZES[options.variant]
-    where = {"repo_id": options.repo or (GPT2 if variant == "gpt2" else CHALLENGE), "repo_type": "dataset",
-             "revision": options.revision}
-    folder = "" if variant == "gpt2" else f"datasets/datasets/fineweb10B_{variant}/"
-    published = sorted(huggingface_hub.list_repo_files(**where))
+    repository, folder = CHALLENGE, f"datasets/datasets/fineweb10B_{variant}/"
+    if variant == "gpt2":
+        repository, folder = "kjj0/fineweb10B-gpt2", ""
+    published = sorted(huggingface_hub.list_repo_files(repository, repo_type="dataset"))
     val = [path for path in published if path.startswith(f"{folder}fineweb_val_")]
     train = [path for path in published if path.startswith(f"{folder}fineweb_train_")]
     if not val or not 0 <= options.train_shards <= len(train):
-        raise ValueError(f"--train-shards {options.train_shards}: {where['repo_id']} has {len(train)} training and {len(val)} "
+        raise ValueError(f"--train-shards {options.train_shards}: {repository} has {len(train)} training and {len(val)} "
                          f"validation shards of {variant}; 0 is for validation only")
     out = Path(options.out) if options.out else DATA / "datasets" / f"fineweb10B_{variant}"
     targets = {path: out / Path(path).name for path in val + train[:options.train_shards]}
@@ -61,7 +60,7 @@ def download(options) -> str:
         model = (out if options.out else DATA / "tokenizers") / name
         targets[f"datasets/tokenizers/{name}"] = model
         tokenizer = os.path.relpath(model)  # artifacts keep relative paths
-    snapshot = Path(huggingface_hub.snapshot_download(**where, allow_patterns=list(targets)))
+    snapshot = Path(huggingface_hub.snapshot_download(repository, repo_type="dataset", allow_patterns=list(targets)))
     for path, target in targets.items():
         place(snapshot / path, target)
     script, data = (os.path.relpath(path) for path in (REPOSITORY / "train_gpt.py", out))
@@ -75,8 +74,6 @@ def main() -> None:
     parser.add_argument("--train-shards", type=int, default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
     parser.add_argument("--out", help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")
-    parser.add_argument("--repo", help="dataset repository (default: where the variant is published)")
-    parser.add_argument("--revision", default="main", help="branch, tag or commit (default %(default)s)")
     try:
         print(download(parser.parse_args()))
     except KeyboardInterrupt:

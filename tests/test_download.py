@@ -20,10 +20,10 @@ def hub(tmp_path, monkeypatch):
     names = [f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", *(f"train_{i:06d}" for i in range(3)))]
     names += [MODEL, "datasets/manifest.json"]
     gpt2 = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
-    repositories = {download.CHALLENGE: names, download.GPT2: gpt2}
+    repositories = {download.CHALLENGE: names, "kjj0/fineweb10B-gpt2": gpt2}
 
-    def snapshot_download(repo_id, *, repo_type, revision, allow_patterns):
-        assert repo_type == "dataset" and revision == "main"
+    def snapshot_download(repo_id, *, repo_type, allow_patterns):
+        assert repo_type == "dataset"
         for name in repositories[repo_id]:
             if any(fnmatch(name, pattern) for pattern in allow_patterns):
                 (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
