@@ -11,13 +11,14 @@ training split.
 """
 
 import argparse
+import json
 import pickle
 import re
 from pathlib import Path
 
 import numpy as np
-from shards import CONVERT, SHARD_TOKENS, ShardWriter, finish, import_trainer, split_documents, write_dataset
-from tokenization import Tokenizer, load_tokenizer, write_vocabulary
+from shards import CONVERT, ShardWriter, finish, import_trainer, split_documents, write_dataset
+from tokenization import Tokenizer, load_tokenizer
 from tqdm import tqdm
 
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
@@ -72,14 +73,15 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
     return splits
 
 
-def read_meta(spec: str) -> list[bytes]:
-    """Return the UTF-8 bytes of each token of nanoGPT's meta.pkl. Raises ValueError if it is none."""
+def write_vocabulary(meta: str, path: Path) -> None:
+    """Write the characters of nanoGPT's meta.pkl as a vocabulary .json. Raises ValueError if it is none."""
     try:
-        with open(spec, "rb") as file:
+        with open(meta, "rb") as file:
             characters = PlainUnpickler(file).load()["itos"]
-        return [characters[i].encode("utf-8") for i in range(len(characters))]
+        tokens = [characters[i].encode("utf-8").decode("latin-1") for i in range(len(characters))]
     except Exception as error:  # a damaged pickle fails in many ways
-        raise ValueError(f"--tokenizer {spec!r} is not a meta.pkl of nanoGPT: {error!r}") from None
+        raise ValueError(f"--tokenizer {meta!r} is not a meta.pkl of nanoGPT: {error!r}") from None
+    path.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": tokens}) + "\n", encoding="utf-8")
 
 
 def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
@@ -89,9 +91,9 @@ def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
     return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
 
 
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer, shard_tokens: int) -> dict:
+def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer) -> dict:
     """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
-    writer = ShardWriter(folder, f"{folder.name}_{part}", shard_tokens)
+    writer = ShardWriter(folder, f"{folder.name}_{part}")
     tokens = sum(len(array) for array in arrays)
     documents = 0
     size = 0
@@ -111,7 +113,7 @@ def convert(folder: Path, options) -> str:
     arrays = {part: [open_tokens(path, options.headerless, options.dtype) for path in files[part]] for part in files}
     if options.tokenizer.endswith(".pkl"):
         path = folder / "tokenizer.json"
-        write_vocabulary(path, "table", -1, read_meta(options.tokenizer))
+        write_vocabulary(options.tokenizer, path)
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(options.tokenizer, folder)
@@ -122,7 +124,7 @@ def convert(folder: Path, options) -> str:
                     raise ValueError(f"{path} holds token {token}, but --tokenizer {options.tokenizer!r} has "
                                      f"{tokenizer.vocab_size} tokens")
         arrays[part] = move_bos(arrays[part], tokenizer.bos)
-    splits = {part: write_split(folder, part, arrays[part], tokenizer, options.shard_tokens) for part in files}
+    splits = {part: write_split(folder, part, arrays[part], tokenizer) for part in files}
     # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
     origin = {"made_by": CONVERT, "sources": [path.name for paths in files.values() for path in paths],
@@ -139,7 +141,6 @@ def main() -> None:
     parser.add_argument("--headerless", action="store_true", help=".bin files hold only ids (nanoGPT)")
     parser.add_argument("--dtype", default="uint16", choices=["uint16", "uint32", "int32", "int64"],
                         help="type of the ids with --headerless (default %(default)s)")
-    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="default %(default)s")
     write_dataset("convert.py", convert, parser.parse_args())
 
 

@@ -15,40 +15,33 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from shards import check_with_trainer, import_trainer, sha256_of, split_documents
+from shards import check_with_trainer, sha256_of, split_documents
 from tokenization import Tokenizer, load_tokenizer
 from tqdm import tqdm
 
+SAMPLES = 3  # documents of each split that are shown
 SAMPLE_CHARS = 300
 
 
-def read_manifest(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the tokenizer's path or name, and the sha256 of each file that manifest.json lists; nothing if there is no
-    manifest. Raises ValueError if it is damaged."""
+def compare_files(folder: Path) -> tuple[str, list[str]]:
+    """Return the tokenizer's path or name, and the problems of the files that manifest.json lists. Files that it does not list
+    are the trainer's to find. Raises ValueError if it is damaged."""
     path = folder / "manifest.json"
-    if not path.exists():
-        return "", {}
     try:
         manifest = json.loads(path.read_bytes())
         digests = {str(shard["file"]): shard["sha256"] for split in manifest["splits"].values() for shard in split["shards"]}
         name = str(manifest["tokenizer"]["name"])
         if manifest["tokenizer"]["sha256"]:
             digests[name] = manifest["tokenizer"]["sha256"]
-            name = str(folder / name)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from None
-    return name, digests
-
-
-def compare_files(folder: Path, digests: dict[str, str]) -> list[str]:
-    """Return the problems of the files that manifest.json lists. Files that it does not list are the trainer's to find."""
     problems = []
-    for name, digest in digests.items():
-        if not (folder / name).is_file():
-            problems.append(f"{name} is listed in manifest.json, but missing")
-        elif sha256_of(folder / name) != digest:
-            problems.append(f"{name} does not have the sha256 in manifest.json")
-    return problems
+    for file, digest in digests.items():
+        if not (folder / file).is_file():
+            problems.append(f"{file} is listed in manifest.json, but missing")
+        elif sha256_of(folder / file) != digest:
+            problems.append(f"{file} does not have the sha256 in manifest.json")
+    return str(folder / name) if name in digests else name, problems
 
 
 def decode(document: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -56,56 +49,45 @@ def decode(document: np.ndarray, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(document[document != tokenizer.bos]).decode("utf-8", "replace")
 
 
-def show_split(part: str, shards: list[np.ndarray], tokenizer: Tokenizer, samples: int) -> np.ndarray:
+def show_split(part: str, shards: list[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
     """Print the counts and the first documents of a split; return a hash of each document, uint64 (D,)."""
-    sizes = np.array([len(text) for text in tokenizer.token_bytes])
-    first_sizes = np.array([len(text.removeprefix(tokenizer.prefix)) for text in tokenizer.token_bytes])
     digests = bytearray()
     heads = []
-    size = 0
     tokens = sum(map(len, shards))
     with tqdm(desc=part, total=tokens, unit="token", unit_scale=True) as bar:
         for document in split_documents(shards, tokenizer.bos):
             digests += hashlib.blake2b(document, digest_size=8).digest()
-            size += int(sizes[document[:1]].sum() + first_sizes[document[1:2]].sum() + sizes[document[2:]].sum())
-            if len(heads) < samples:
+            if len(heads) < SAMPLES:
                 heads.append(document[:4 * SAMPLE_CHARS])  # a character has up to four tokens
             bar.update(len(document))
-    print(f"{part}: {len(shards)} shards, {len(digests) // 8:,} documents, {tokens:,} tokens, {size:,} bytes of decoded text, "
-          f"{size / tokens:.3f} bytes per token")
+    print(f"{part}: {len(shards)} shards, {len(digests) // 8:,} documents, {tokens:,} tokens")
     for number, head in enumerate(heads, 1):
         print(f"{part}, document {number}: {decode(head, tokenizer)[:SAMPLE_CHARS]!r}")
     return np.frombuffer(digests, dtype=np.uint64)
 
 
-def write_texts(shards: list[np.ndarray], tokenizer: Tokenizer, path: Path) -> None:
-    """Write documents to a new .jsonl file, {"text": ...} a line. Raises FileExistsError."""
-    with path.open("x", encoding="utf-8") as file:
-        for document in split_documents(shards, tokenizer.bos):
-            file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
-    print(f"wrote the validation documents to {path}")
-
-
 def report(options) -> list[str]:
-    """Print what is in a data set; return its problems. Raises ValueError if the tokenizer or manifest.json cannot be used."""
+    """Print what is in a data set; return its problems. Raises ValueError if the tokenizer or manifest.json cannot be used, and
+    FileExistsError if --texts names a file that is there."""
     folder = Path(options.dataset)
-    name, digests = read_manifest(folder)
+    has_manifest = (folder / "manifest.json").exists()
+    name, problems = compare_files(folder) if has_manifest else ("", [])
     if not options.tokenizer and not name:
         raise ValueError(f"{folder} has no manifest.json that names a tokenizer: choose one with --tokenizer")
-    problems = compare_files(folder, digests)
-    tokenizer = load_tokenizer(options.tokenizer or name)
-    paths = {part: sorted(folder.glob(f"*_{part}_[0-9]*.bin")) for part in ("train", "val")}
     try:
-        check_with_trainer(folder, tokenizer, has_training=bool(paths["train"]))
+        tokenizer = load_tokenizer(options.tokenizer or name)
+        shards = check_with_trainer(folder, tokenizer)
     except ValueError as error:
         return [*problems, str(error)]
-    shards = {part: [import_trainer().open_shard(path) for path in paths[part]] for part in paths if paths[part]}
-    documents = {part: show_split(part, shards[part], tokenizer, options.samples) for part in shards}
+    documents = {part: show_split(part, shards[part], tokenizer) for part in shards}
     if "train" in documents and (shared := np.isin(documents["val"], documents["train"]).sum()):
         problems.append(f"{shared:,} of the {len(documents['val']):,} validation documents are also in the training split, "
                         "which makes scores too good")
     if options.texts:
-        write_texts(shards["val"], tokenizer, options.texts)
+        with options.texts.open("x", encoding="utf-8") as file:
+            for document in split_documents(shards["val"], tokenizer.bos):
+                file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
+        print(f"wrote the validation documents to {options.texts}")
     return problems
 
 
@@ -114,12 +96,11 @@ def main() -> None:
     parser.add_argument("dataset", metavar="DATASET", help="folder of the shards")
     parser.add_argument("--tokenizer", metavar="SPEC", help="a .model or .json file, byte260, or gpt2 "
                         "(default: the one in manifest.json)")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show per split (default %(default)s)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text
     try:
         problems = report(parser.parse_args())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"report.py: {error}")
     if problems:
         sys.exit("\n".join(["report.py: problems found", *problems]))

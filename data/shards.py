@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PREPARE = "data/prepare.py 2"  # made_by in manifest.json
 CONVERT = "data/convert.py 2"
 
-SHARD_MAGIC = 20240520
-SHARD_VERSION = 1
+SHARD_START = [20240520, 1]  # magic and version
 HEADER_BYTES = 1024
-MAX_SHARD_TOKENS = 2**31 - 1  # the header stores the count as int32
 SHARD_TOKENS = 100_000_000
-LEAST_SHARD_TOKENS = 100  # with fewer, a text makes thousands of files
 BLOCK_TOKENS = 1 << 22  # read from a shard at a time
 
 
@@ -54,45 +50,41 @@ def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
 
 
 class ShardWriter:
-    """Writes tokens to STEM_000000.bin, STEM_000001.bin, ... with `shard_tokens` tokens in each but the last.
+    """Writes tokens to STEM_000000.bin, STEM_000001.bin, ... with SHARD_TOKENS tokens in each but the last.
 
     After close(), `shards` lists the file name, tokens and sha256 of each shard."""
 
-    def __init__(self, folder: Path, stem: str, shard_tokens: int):
+    def __init__(self, folder: Path, stem: str):
         self.folder = folder
         self.stem = stem
-        self.shard_tokens = shard_tokens
         self.shards: list[dict] = []
         self.file = None
         self.count = 0  # tokens in the open file
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, uint16 (N,)."""
+        """Append tokens, integers (N,)."""
         while len(tokens):
             if self.file is None:
-                path = self.folder / f"{self.stem}_{len(self.shards):06d}.bin"
-                self.file = path.open("wb")
+                self.file = (self.folder / f"{self.stem}_{len(self.shards):06d}.bin").open("wb")
                 self.file.write(bytes(HEADER_BYTES))
-                self.count = 0
-            room = self.shard_tokens - self.count
-            part = np.ascontiguousarray(tokens[:room], dtype="<u2")
-            self.file.write(part.data)
+            part = tokens[:SHARD_TOKENS - self.count]
+            self.file.write(part.astype("<u2").tobytes())
             self.count += len(part)
-            tokens = tokens[room:]
-            if self.count == self.shard_tokens:
+            tokens = tokens[len(part):]
+            if self.count == SHARD_TOKENS:
                 self.close()
 
     def close(self) -> None:
         """Complete the header of the last shard."""
         if self.file is None:
             return
-        header = np.array([SHARD_MAGIC, SHARD_VERSION, self.count], dtype="<i4")
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.file.close()
-        path = Path(self.file.name)
+        with self.file as file:
+            file.seek(0)
+            file.write(np.array([*SHARD_START, self.count], dtype="<i4").tobytes())
+        path = Path(file.name)
         self.shards.append({"file": path.name, "tokens": self.count, "sha256": sha256_of(path)})
         self.file = None
+        self.count = 0
 
 
 # ---- Data sets ------------------------------------------------------------------------------------
@@ -109,10 +101,7 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             raise ValueError(f"--out {options.out!r} is not empty: choose another folder")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
-        if not LEAST_SHARD_TOKENS <= options.shard_tokens <= MAX_SHARD_TOKENS:
-            raise ValueError(f"--shard-tokens {options.shard_tokens} must be in {LEAST_SHARD_TOKENS}..{MAX_SHARD_TOKENS}")
-        if not find_spec("torch"):  # before hours of encoding
-            raise ValueError("train_gpt.py, which checks the data set, needs PyTorch: pip install -r requirements.txt")
+        import_trainer()  # which checks the data set: if PyTorch is missing, say so before hours of encoding
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
             folder = Path(parent, out.name)
@@ -141,23 +130,13 @@ def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: d
     if not val["decoded_bytes"]:
         raise ValueError("the validation tokens decode to no text, so there would be no score per byte")
     val["original_per_decoded_byte"] = val["bytes"] / val["decoded_bytes"]
-    manifest = {
-        "made_by": origin["made_by"],
-        "name": folder.name,
-        "sources": [Path(source).name for source in origin["sources"]],
-        "split": origin["split"],
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "name": tokenizer.file.name if tokenizer.file else tokenizer.spec,
-            "vocab_size": tokenizer.vocab_size,
-            "sha256": sha256_of(tokenizer.file) if tokenizer.file else None,
-            "changes_text": bool(val["changed_documents"]),
-        },
-        "splits": splits,
-    }
+    about = {"kind": tokenizer.kind, "name": tokenizer.file.name if tokenizer.file else tokenizer.spec,
+             "vocab_size": tokenizer.vocab_size, "sha256": sha256_of(tokenizer.file) if tokenizer.file else None,
+             "changes_text": bool(val["changed_documents"])}
+    manifest = {**origin, "name": folder.name, "tokenizer": about, "splits": splits}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    check_with_trainer(folder, tokenizer, has_training=bool(splits["train"]["documents"]))
-    return summarize(out.rstrip("/"), tokenizer, splits)
+    check_with_trainer(folder, tokenizer)
+    return summarize(out, splits)
 
 
 def import_trainer():
@@ -168,41 +147,40 @@ def import_trainer():
     return train_gpt
 
 
-def check_with_trainer(folder: Path, tokenizer: Tokenizer, has_training: bool) -> None:
-    """Load the data set with train_gpt.py. Raises ValueError if a shard or an id is invalid, or if the bytes
-    that it counts in the validation split are not the decoded_bytes in manifest.json."""
+def check_with_trainer(folder: Path, tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
+    """Load the data set with train_gpt.py; return the tokens of each shard of "train" and "val". Raises ValueError if a shard
+    or an id is invalid, or if the bytes that it counts in the validation split are not the decoded_bytes in manifest.json."""
+    trainer = import_trainer()
     try:
-        trainer = import_trainer()
         config = trainer.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
                                 vocab_size=tokenizer.vocab_size, train_seq_len=1)
         trainer.Validation(config, trainer.Ranks(0, 1, trainer.torch.device("cpu")))
-        shards = trainer.open_split(config, "train") if has_training else {}
-        for path, tokens in shards.items():
+        splits = {name: trainer.open_split(config, name) for name in ("train", "val") if any(folder.glob(f"*_{name}_[0-9]*.bin"))}
+        for path, tokens in splits.get("train", {}).items():
             trainer.check_ids(tokens, tokenizer.vocab_size, path)
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
+    return {name: list(shards.values()) for name, shards in splits.items()}
 
 
-def summarize(out: str, tokenizer: Tokenizer, splits: dict) -> str:
+def summarize(out: str, splits: dict) -> str:
     """Return lines with the counts of each split and the next command for the data set in `out`."""
     lines = []
-    for part, counts in splits.items():
-        if counts["documents"]:
-            per_token = counts["bytes"] / counts["tokens"]
-            lines.append(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} tokens, "
-                         f"{per_token:.3f} bytes per token, {len(counts['shards'])} shards")
+    for name, split in splits.items():
+        if split["documents"]:
+            lines.append(f"{name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens, "
+                         f"{split['bytes'] / split['tokens']:.3f} bytes per token, {len(split['shards'])} shards")
     if dropped := splits["train"].get("dropped_documents"):
         lines.append(f"{dropped:,} training documents were left out: they are also validation documents")
     val = splits["val"]
     if val["changed_documents"]:
-        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} "
-                     f"validation documents. The split's {val['bytes']:,} bytes become "
-                     f"{val['decoded_bytes']:,}. Divide val_bpb by {val['original_per_decoded_byte']:.6f} "
-                     f"to get bits per original byte.")
+        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} validation documents. The "
+                     f"split's {val['bytes']:,} bytes become {val['decoded_bytes']:,}. Divide val_bpb by "
+                     f"{val['original_per_decoded_byte']:.6f} to get bits per original byte.")
+    here = os.path.relpath(REPOSITORY)
     if splits["train"]["documents"]:  # run.sh sets what suits the machine, and reads paths from its own folder
-        command = [os.path.join(os.path.relpath(REPOSITORY), "run.sh"), f"DATA_PATH={os.path.relpath(out, REPOSITORY)}"]
+        command = [os.path.join(here, "run.sh"), f"DATA_PATH={os.path.relpath(out, REPOSITORY)}"]
     else:
-        script = os.path.relpath(REPOSITORY / "train_gpt.py")
-        command = ["python", script, f"DATA_PATH={out}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
+        command = ["python", os.path.join(here, "train_gpt.py"), f"DATA_PATH={out}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

@@ -3,8 +3,7 @@
 import json
 import re
 import shutil
-import sys
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,7 @@ import numpy as np
 MAX_VOCAB_SIZE = 1 << 16  # a shard stores uint16
 PAD, BOS, EOS, UNK = range(4)
 FIRST_BYTE = 4  # of every vocabulary made here: four special tokens, then the 256 bytes
-FIRST_CHAR = FIRST_BYTE + 256
-BYTE_TOKENS = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
 SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
-BLOCK = 1 << 20  # ids that are decoded at a time, to count bytes
-
 
 # An operator in front of a word, and of the space before it, stands for its capital letters, so that the forms of a word share
 # pieces (CaseOps: pull request 1729 of the 16 MB challenge). Their meaning: the first letter; all letters; the next letter.
@@ -53,7 +48,7 @@ def unfold_case(text: str) -> str:
 class Tokenizer:
     """Encodes and decodes documents. The ids do not include the BOS token that precedes each document in a shard.
 
-    kind: "byte", "char", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
+    kind: "byte", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
     spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
     bos: the id that starts a document, or -1.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
@@ -82,21 +77,12 @@ class Tokenizer:
 
     def count_bytes(self, ids: np.ndarray) -> int:
         """Return the number of bytes that a document's ids decode to, without those that stand for unknown tokens."""
-        return sum(len(self.decode(ids[start:start + BLOCK])) for start in range(0, len(ids), BLOCK))
+        return int(self.sizes[ids].sum())
 
-
-def byte_ids(text: str) -> np.ndarray:
-    """Return the ids of a text's UTF-8 bytes, uint16 (N,)."""
-    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE
-
-
-def import_sentencepiece():
-    """Import sentencepiece. Raises ValueError if it cannot return NumPy arrays yet, and ImportError."""
-    import sentencepiece
-    found = version("sentencepiece")
-    if [int(part) for part in re.findall(r"\d+", found)[:3]] < [0, 2, 2]:
-        raise ValueError(f"sentencepiece 0.2.2 or newer is needed, not {found}: pip install -U sentencepiece")
-    return sentencepiece
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """The number of bytes of each id, int64 (V,)."""
+        return np.array([len(token) for token in self.token_bytes])
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -157,40 +143,21 @@ class TiktokenTokenizer(Tokenizer):
 
 class ByteTokenizer(Tokenizer):
     kind = "byte"
-    token_bytes = BYTE_TOKENS
+    token_bytes = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
-        return [byte_ids(text) for text in texts]
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE for text in texts]
 
 
 class TableTokenizer(Tokenizer):
-    """A .json file with the bytes of each token.
+    """A .json file with the bytes of each token, which only decodes."""
 
-    Kind "char" encodes characters, and as bytes those that are not in its table. Kind "table" only decodes."""
+    kind = "table"
 
     def __init__(self, path: str):
         table = json.loads(Path(path).read_text(encoding="utf-8"))
         self.bos = table["bos"]
         self.token_bytes = [token.encode("latin-1") for token in table["tokens"]]
-        is_char = table["kind"] == "char" and self.token_bytes[:FIRST_CHAR] == BYTE_TOKENS
-        self.kind = "char" if is_char else "table"
-        if is_char:
-            chars = [ord(token.decode("utf-8")) for token in self.token_bytes[FIRST_CHAR:]]
-            self.ids = np.zeros(sys.maxunicode + 1, dtype=np.uint16)  # of each code point; 0: none
-            self.ids[chars] = np.arange(FIRST_CHAR, self.vocab_size)
-
-    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
-        return [self.char_ids(text) for text in texts]
-
-    def char_ids(self, text: str) -> np.ndarray:
-        """Return the ids of a text's characters and, where there are none, of their bytes, uint16 (N,)."""
-        ids = self.ids[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
-        parts = []
-        start = 0
-        for at in np.flatnonzero(ids == 0):
-            parts += [ids[start:at], byte_ids(text[at])]
-            start = at + 1
-        return np.concatenate([*parts, ids[start:]])
 
 
 def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
@@ -200,7 +167,8 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
     Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
     try:
         if spec.endswith(".model"):
-            tokenizer = SentencePieceTokenizer(import_sentencepiece().SentencePieceProcessor(model_file=spec))
+            import sentencepiece
+            tokenizer = SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=spec))
         elif spec.endswith(".json"):
             tokenizer = TableTokenizer(spec)
         elif spec == "byte260":
@@ -212,7 +180,7 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
             tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
         raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json "
-                         "made here, byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
+                         "of convert.py, byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens; use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec
@@ -221,9 +189,3 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         if folder:
             shutil.copyfile(spec, tokenizer.file)
     return tokenizer
-
-
-def write_vocabulary(path: Path, kind: str, bos: int, tokens: list[bytes]) -> None:
-    """Write a .json with the bytes of each token; `bos` is -1 if there is none."""
-    table = {"kind": kind, "bos": bos, "tokens": [token.decode("latin-1") for token in tokens]}
-    path.write_text(json.dumps(table) + "\n", encoding="utf-8")

@@ -77,7 +77,7 @@ def test_kinds_that_keep_text_charge_every_byte(corpus, tmp_path, monkeypatch, t
             tiktoken.get_encoding("gpt2")
         except Exception as error:
             pytest.skip(f"tiktoken has no gpt2 files here and cannot download them: {error!r:.80}")
-    out, texts = tmp_path / "set", TRAPS if tokenizer in ("sp320", "unigram300") else [*TRAPS, MARKED]
+    out, texts = tmp_path / "set", [*TRAPS, MARKED] if tokenizer in ("byte260", "gpt2") else TRAPS
     val = write_jsonl(tmp_path / "val.jsonl", texts)
     manifest = make(monkeypatch, out, corpus / "train.jsonl", "--val-file", val, tokenizer=tokenizer)
     validation, split = check(out), manifest["splits"]["val"]

@@ -21,11 +21,11 @@ FORMS = {"The quick": "\ue001the quick", "of The": "of\ue001 the", "NASA and I":
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory):
-    """A data set of the running Python's library with --caseops."""
+    """A data set of this repository's text with --caseops."""
     out = tmp_path_factory.mktemp("folded") / "std"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["prepare.py", "stdlib", "--tokenizer", "unigram512", "--caseops", "--max-docs", "60",
-                                   "--out", str(out)])
+        patch.setattr("sys.argv", ["prepare.py", *(str(REPOSITORY / name) for name in ("train_gpt.py", "tests")),
+                                   "--tokenizer", "unigram512", "--caseops", "--val-docs", "2", "--out", str(out)])
         prepare.main()
     return out
 
@@ -86,8 +86,7 @@ def test_a_reserved_character_and_ctrl_c_while_a_vocabulary_is_learnt_are_named(
         prepare.learn_vocabulary("sp300", [Text("a text")], tmp_path / "x")
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte260"])
-def test_only_a_learnt_vocabulary_of_pieces_has_operators(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr("sys.argv", ["prepare.py", "stdlib", "--tokenizer", tokenizer, "--caseops", "--out", str(tmp_path / "x")])
+def test_only_a_learnt_vocabulary_has_operators(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["prepare.py", "sotu", "--tokenizer", "byte260", "--caseops", "--out", str(tmp_path / "x")])
     with pytest.raises(SystemExit, match="--caseops is for a vocabulary that is learnt"):
         prepare.main()

@@ -6,6 +6,7 @@ import pickle
 import convert
 import numpy as np
 import pytest
+import shards
 import tokenization
 import train_gpt
 from conftest import write_shard
@@ -45,12 +46,13 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     if "--dtype" in arguments:  # read as GPT-2's, it would have a "!" after each token, and no error
         with pytest.raises(SystemExit, match="train.bin has a 0 after each id: .* choose another --dtype"):
             convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--headerless")
-    convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--shard-tokens", "1000", *arguments)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    convert_to(monkeypatch, out, source, "--tokenizer", "byte260", *arguments)
     validation, splits = check(out), json.loads((out / "manifest.json").read_text())["splits"]
     train, val = splits["train"], splits["val"]
     assert validation.tokens.tolist() == byte_stream(*TEXTS)
-    shards = train_gpt.open_split(validation.config, "train").values()
-    assert np.concatenate(list(shards)).tolist() == byte_stream(*TEXTS * 30)
+    tokens = np.concatenate(list(train_gpt.open_split(validation.config, "train").values()))
+    assert tokens.tolist() == byte_stream(*TEXTS * 30)
     assert validation.bytes == val["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert train["bytes"] == 30 * val["bytes"] and val["original_per_decoded_byte"] == 1.0
     assert (train["documents"], val["documents"]) == (150, 5) and len(train["shards"]) == 5

@@ -115,7 +115,7 @@ def test_the_tokenizer_keeps_every_byte(tmp_path, name):
     chance = random.Random(1)
     pool = ["\t", "\r\n", "   ", "<s>", "<unk>", "é", "漢字", "🙂", "\x00", "\ufffd", "the ", "<0x41>", "ﬁ", "\u3000"]
     texts = ["", *("".join(chance.choices(pool, k=chance.randrange(1, 12))) for _ in range(300))]
-    spec = {"sp300": str(tmp_path / "tokenizer.model"), "char": str(tmp_path / "vocabulary.json")}.get(name, name)
+    spec = {"sp300": str(tmp_path / "tokenizer.model"), "char": str(tmp_path / "tokenizer.model")}.get(name, name)
     if spec != name:
         prepare.learn_vocabulary(name, ["théx漢"] if name == "char" else texts, Path(spec))
     wanted = tokenization.load_tokenizer(spec)

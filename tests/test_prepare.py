@@ -21,7 +21,7 @@ from test_bytes import make, write_jsonl
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """So that a file takes many batches, as large files do."""
-    monkeypatch.setattr(prepare, "BATCH_PIECES", 7)
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 7)
 
 
 def documents(out, split):
@@ -61,7 +61,7 @@ def test_parquet_files(tmp_path, monkeypatch):
     from pyarrow import parquet
     texts, path = [f"document {i}" for i in range(3000)], tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": texts, "url": texts}), path)
-    with pytest.raises(SystemExit, match="a.parquet has no column 'text'; .* body, url"):
+    with pytest.raises(SystemExit, match="a.parquet, row 1, has no UTF-8 text in a column 'text'.* body, url"):
         make(monkeypatch, tmp_path / "out", path)
     make(monkeypatch, tmp_path / "out", tmp_path, "--val-docs", 3, "--text-key", "body")
     assert all_documents(tmp_path / "out") == texts
@@ -99,15 +99,15 @@ def test_documents_between_separators(tmp_path, monkeypatch):
 
 
 def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
-    folder, other = tmp_path / "texts", tmp_path / "other"
-    for place in (folder / "deep", folder / ".git", other):
+    folder = tmp_path / "texts"
+    for place in (folder / "deep", folder / ".git"):
         place.mkdir(parents=True)
-    names = ["B.TXT", "c.md", "no_ending", "deep/f.py", "../other/linked.txt", os.fsdecode(b"gr\xf6\xdfe.txt")]
+    names = ["B.TXT", "c.md", "no_ending", "deep/f.py", os.fsdecode(b"gr\xf6\xdfe.txt")]
     for name in names:
         (folder / name).write_text(ascii(name))
-    long = "x" + "\u00e9" * sources.SNIFF_BYTES  # a character is cut where the look at the file ends
+    long = "x" + "\u00e9" * sources.SNIFF_CHARS  # a character is cut where the look at the file ends
     (folder / "long.md").write_text(long)
-    (folder / "link").symlink_to(other)
+    (folder / "link.txt").symlink_to(folder / "c.md")
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / ".git" / "config").write_text("hidden")
@@ -115,26 +115,25 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     make(monkeypatch, tmp_path / "out", folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
     assert sorted(all_documents(tmp_path / "out")) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
-    assert "read 7 files; skipped " in output
-    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "1 given twice"))
+    assert "read 6 files; skipped 2 given twice, " in output
+    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "1 links to folders"))
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3: {'text': 3} has no UTF-8 text under 'text'; --text-key"),
+    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', """line 3: '{"text": 3}' has no UTF-8 text under 'text'; --text-key"""),
     ("a.jsonl", b'["text"]\n', "line 1: "), ("a.jsonl", b"[" * 10**5, "line 1: "),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1, is not UTF-8 text: convert it"),
-    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1, is not UTF-8"), ("a.txt", b"", "there is no text")])
+    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1, is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, capsys, name, content, wanted):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}[,:] {wanted}"):
+    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}, {wanted}"):
         make(monkeypatch, tmp_path / "out", tmp_path / name, "--val-docs", 1)
     assert not (tmp_path / "out").exists()
-    if content:
-        good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
-        make(monkeypatch, tmp_path / "out", good, tmp_path / name, "--val-docs", 1, "--skip-bad")
-        assert all_documents(tmp_path / "out") == ["one", "two", "a"][:3 if b'"a"' in content else 2]
-        assert "left out 1 documents that cannot be read; the first:\n" in capsys.readouterr().out
+    good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
+    make(monkeypatch, tmp_path / "out", good, tmp_path / name, "--val-docs", 1, "--skip-bad")
+    assert all_documents(tmp_path / "out") == ["one", "two", "a"][:3 if b'"a"' in content else 2]
+    assert "left out 1 documents that cannot be read; the first: " in capsys.readouterr().out
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
@@ -155,21 +154,10 @@ def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_toge
     assert sets[0] == sets[1] and 10 < len(sets[0][1]) < 60
 
 
-def test_if_no_document_is_for_validation_the_fraction_is_doubled(tmp_path, monkeypatch):
-    fractions = {f"text {i}": int(hashlib.sha256(f"text {i}".encode()).hexdigest()[:16], 16) / 2**64 for i in range(99)}
-    texts = [text for text, fraction in fractions.items() if fraction > 0.1]  # twice the default leaves none either
-    out, source = tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts)
-    assert make(monkeypatch, out, source)["split"] == {"val_fraction": 0.2}
-    assert documents(out, "val") == [text for text in texts if fractions[text] < 0.2]
-    assert documents(out, "train") == [text for text in texts if fractions[text] >= 0.2]
-
-
-def test_shared_documents_are_left_out_on_demand(tmp_path, monkeypatch):
+def test_documents_of_both_splits_are_left_out_of_the_training_split(tmp_path, monkeypatch, capsys):
     texts, out = ["a", "b", "x", "c", "y", "a", "z", "d", "b", "w", "e"], tmp_path / "out"
-    source = write_jsonl(tmp_path / "train.jsonl", texts)
-    with pytest.raises(SystemExit, match="training document 6 is also a validation document.*--drop-shared"):
-        make(monkeypatch, out, source, "--val-docs", 3)
-    train = make(monkeypatch, out, source, "--val-docs", 3, "--drop-shared")["splits"]["train"]
+    train = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--val-docs", 3)["splits"]["train"]
+    assert "2 training documents were left out" in capsys.readouterr().out
     assert documents(out, "val") == texts[:3] and documents(out, "train") == ["c", "y", "z", "d", "w", "e"]
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
 
@@ -183,23 +171,21 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("tokenizer", ["byte260", "sp280"])
-def test_long_documents_are_encoded_in_pieces_and_stay_one_document(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 100)
+def test_long_documents_of_any_kind_are_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 100)
     monkeypatch.setattr(prepare, "BATCH_CHARS", 300)
     texts = ["".join(f"line {i} of a text\n" for i in range(500)), "w\u00f6rter ohne zeilenende " * 90, "short", ""]
-    train = " ".join(f"the {i} of the {i * 7919 % 1000}" for i in range(900))
-    source = write_jsonl(tmp_path / "a.jsonl", [*texts, train])
-    val = make(monkeypatch, tmp_path / "out", source, "--val-docs", 4, tokenizer=tokenizer)["splits"]["val"]
-    assert val["documents"] == 4 and val["decoded_bytes"] == val["bytes"] == sum(len(text.encode()) for text in texts)
-    if tokenizer == "byte260":
-        assert documents(tmp_path / "out", "val") == texts
+    make(monkeypatch, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", [*texts, "train"]), "--val-docs", 4)
+    parts = documents(tmp_path / "out", "val")
+    assert "".join(parts) == "".join(texts) and max(map(len, parts)) <= 200 and parts[-2:] == texts[-2:]
+    assert all(part.startswith("line ") for part in parts[:80]) and documents(tmp_path / "out", "train") == ["train"]
 
 
 def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
     texts = [f"document number {i}" for i in range(100)]
     out = tmp_path / "my_val_set"  # which has no more validation shards than another one
-    manifest = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--val-docs", 10, "--shard-tokens", 500)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
+    manifest = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--val-docs", 10)
     assert documents(out, "val") == texts[:10] and documents(out, "train") == texts[10:]
     for split in manifest["splits"].values():
         assert sum(shard["tokens"] for shard in split["shards"]) == split["tokens"]
@@ -209,9 +195,10 @@ def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkey
 
 
 @pytest.mark.parametrize("arguments, wanted", [
-    ([], "name a SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"),
+    ([], "there is no text in SOURCE"), (["empty.txt"], "there is no text in SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"),
     (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
-    (["a.jsonl", "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
+    (["a.jsonl"], "none of the 4 documents .* val split"),
+    (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--tokenizer", "bad.json"], "bad.json' only decodes"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
@@ -220,7 +207,8 @@ def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkey
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
-    (tmp_path / "bad.json").write_text('{"kind": "char", "bos": 1, "tokens": ["a"]}')
+    (tmp_path / "bad.json").write_text('{"kind": "table", "bos": 1, "tokens": ["a"]}')
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "full" / "mine").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("sys.argv", ["prepare.py", "--tokenizer", "byte260", "--out", "out", *map(str, arguments)])
