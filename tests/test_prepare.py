@@ -61,7 +61,7 @@ def test_parquet_files(tmp_path, monkeypatch):
     from pyarrow import parquet
     texts, path = [f"document {i}" for i in range(3000)], tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": texts, "url": texts}), path)
-    with pytest.raises(SystemExit, match="a.parquet, row 1, has no UTF-8 text in a column 'text'.* body, url"):
+    with pytest.raises(SystemExit, match="a.parquet with columns .'body', 'url'., row 1 has no UTF-8 text under 'text'"):
         make(monkeypatch, tmp_path / "out", path)
     make(monkeypatch, tmp_path / "out", tmp_path, "--val-docs", 3, "--text-key", "body")
     assert all_documents(tmp_path / "out") == texts
@@ -120,11 +120,11 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', """line 3: '{"text": 3}' has no UTF-8 text under 'text'; --text-key"""),
-    ("a.jsonl", b'["text"]\n', "line 1: "), ("a.jsonl", b"[" * 10**5, "line 1: "),
-    ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: "),
-    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1, is not UTF-8 text: convert it"),
-    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1, is not UTF-8")])
+    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3 has no UTF-8 text under 'text'; --text-key"),
+    ("a.jsonl", b'["text"]\n', "line 1 "), ("a.jsonl", b"[" * 10**5, "line 1 "),
+    ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
+    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: convert it"),
+    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, capsys, name, content, wanted):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}, {wanted}"):
