@@ -72,21 +72,3 @@ def test_a_model_is_trained_sampled_and_scored(folded, tmp_path, monkeypatch, ca
     sample.write_sample(model, tokenizer, "The end", SimpleNamespace(), torch.Generator())
     assert capsys.readouterr().out == "The end of The NASA, once More\n\n"
     assert 1 < sample.score(model, tokenizer, ["The NASA"]) < 20
-
-
-def test_a_reserved_character_and_ctrl_c_while_a_vocabulary_is_learnt_are_named(tmp_path):
-    with pytest.raises(ValueError, match="reserves U.E001 to U.E003"):
-        prepare.learn_vocabulary("sp300", ["a \ue001the"], tmp_path / "x", folds_case=True)
-
-    class Text(str):
-        def splitlines(self, keepends=False):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare.learn_vocabulary("sp300", [Text("a text")], tmp_path / "x")
-
-
-def test_only_a_learnt_vocabulary_has_operators(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["prepare.py", "sotu", "--tokenizer", "byte260", "--caseops", "--out", str(tmp_path / "x")])
-    with pytest.raises(SystemExit, match="--caseops is for a vocabulary that is learnt"):
-        prepare.main()

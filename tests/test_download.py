@@ -12,34 +12,25 @@ import download  # noqa: E402
 
 SHARDS = "datasets/datasets/fineweb10B_sp1024/fineweb_"
 MODEL = "datasets/tokenizers/fineweb_1024_bpe.model"
+FILES = {download.CHALLENGE: [*(f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", "train_000000", "train_000001",
+                                                                   "train_000002")), MODEL, "datasets/manifest.json"],
+         "kjj0/fineweb10B-gpt2": ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]}
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """The client, with the files of each repository."""
-    names = [f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", *(f"train_{i:06d}" for i in range(3)))]
-    names += [MODEL, "datasets/manifest.json"]
-    gpt2 = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001", "train_000002")]
-    repositories = {download.CHALLENGE: names, "kjj0/fineweb10B-gpt2": gpt2}
-
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the script; returns what it prints, or raises SystemExit with its message."""
     def snapshot_download(repo_id, *, repo_type, allow_patterns):
-        assert repo_type == "dataset"
-        for name in repositories[repo_id]:
+        for name in FILES[repo_id]:
             if any(fnmatch(name, pattern) for pattern in allow_patterns):
                 (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / "cache" / name).write_text(f"{repo_id} {name}")
         return str(tmp_path / "cache")
 
-    for name, function in (("list_repo_files", lambda repo_id, **_: repositories[repo_id]),
-                           ("snapshot_download", snapshot_download)):
+    for name, function in (("list_repo_files", lambda repo_id, **_: FILES[repo_id]), ("snapshot_download", snapshot_download)):
         monkeypatch.setattr(huggingface_hub, name, create_autospec(getattr(huggingface_hub, name), side_effect=function))
     monkeypatch.setattr(download, "DATA", tmp_path / "data")
-    return huggingface_hub
 
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the script; returns what it prints, or raises SystemExit with its message."""
     def run(*arguments, variant="sp1024"):
         monkeypatch.setattr(sys, "argv", ["download.py", "--variant", variant, *map(str, arguments)])
         download.main()
@@ -53,7 +44,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, run, tmp_path, monkeypatch, has_links):
+def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(run, tmp_path, monkeypatch, has_links):
     if not has_links:
         monkeypatch.setattr(download.os, "link", lambda *_: os.open("another disk", os.O_RDONLY))
     data = tmp_path / "data"
@@ -71,30 +62,25 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(hub, ru
     assert cached.samefile(folder / cached.name) == has_links
 
 
-def test_gpt2_has_a_repository_of_its_own(hub, run, tmp_path):
-    assert run("--train-shards", 1, "--out", tmp_path / "out", variant="gpt2").endswith("=gpt2 VOCAB_SIZE=50257\n")
-    assert contents(tmp_path / "out").keys() == {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
-
-
-def test_files_of_another_data_set_are_an_error_and_stay(hub, run, tmp_path):
-    """train_gpt.py would mix them with this one."""
+def test_files_of_another_data_set_are_an_error_and_stay(run, tmp_path):
+    """train_gpt.py would mix them with this one. The variant gpt2 has a repository of its own."""
     out = tmp_path / "out"
-    run("--train-shards", 1, "--out", out)
-    (out / "fineweb_val_000001.bin").replace(out / "fineweb_val_000000.bin")
+    assert run("--train-shards", 1, "--out", out, variant="gpt2").endswith("=gpt2 VOCAB_SIZE=50257\n")
     before = contents(out)
+    assert before.keys() == {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
     with pytest.raises(SystemExit, match="fineweb_val_000000.bin is not the published file"):
         run("--train-shards", 1, "--out", out)
-    assert contents(out) == before and "fineweb_1024_bpe.model" in before
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize("variant, count", [("sp1024", 4), ("sp4096", 0)])
-def test_shards_that_are_not_there_are_an_error(hub, run, tmp_path, variant, count):
+def test_shards_that_are_not_there_are_an_error(run, variant, count):
     with pytest.raises(SystemExit, match="^download.py: .*has [30] training and [20] validation shards of sp"):
         run("--train-shards", count, variant=variant)
 
 
-def test_ctrl_c_and_errors_of_the_client(hub, run):
-    for error, status in ((KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no network")):
-        hub.list_repo_files.side_effect = error
-        with pytest.raises(SystemExit, match=status):
-            run()
+@pytest.mark.parametrize("error, status", [(KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no net")])
+def test_ctrl_c_and_errors_of_the_client(run, error, status):
+    huggingface_hub.list_repo_files.side_effect = error
+    with pytest.raises(SystemExit, match=status):
+        run()

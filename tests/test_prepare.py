@@ -200,6 +200,7 @@ def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkey
     (["a.jsonl"], "none of the 4 documents .* val split"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
+    (["a.jsonl", "--caseops"], "--caseops is for a vocabulary that is learnt"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' only decodes"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
     (["a.jsonl", "--out", "full"], "full' is not empty"),
