@@ -26,8 +26,7 @@ def small_batches(monkeypatch):
 
 def documents(out, split):
     """The documents of a split of byte260 as text, decoded from its shards, in order."""
-    config = tiny_config(data_path=str(out), tokenizer_path="byte260", train_seq_len=1)
-    shards = train_gpt.open_split(config, split).values()
+    shards = train_gpt.open_split(tiny_config(data_path=str(out), train_seq_len=1), split).values()
     tokens = bytes(255 if token == 1 else token - 4 for shard in shards for token in shard)
     return [text.decode() for text in tokens.split(b"\xff")[1:]]
 
@@ -48,7 +47,7 @@ def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(b"".join(lines[:300])) + pack(b"".join(lines[300:])))
     make(monkeypatch, tmp_path / "out", path, "--val-docs", 5)
-    assert documents(tmp_path / "out", "val") == texts[:5] and documents(tmp_path / "out", "train") == texts[5:]
+    assert all_documents(tmp_path / "out") == texts
     data = path.read_bytes()
     for damaged in (data[:-40], data[:200] + bytes(50) + data[250:]):
         path.write_bytes(damaged)
@@ -87,8 +86,11 @@ def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
 def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_path, monkeypatch, text, sizes):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with the mark that Windows puts before UTF-8
     make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1)
+    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 1 << 14)  # so that a long line of .jsonl is cut in the same places
+    make(monkeypatch, tmp_path / "lines", write_jsonl(tmp_path / "a.jsonl", ["", text, "train"]), "--val-docs", 2)
     parts = all_documents(tmp_path / "out")
     assert "".join(parts) == text and [len(part) for part in parts[:2]] == sizes
+    assert all_documents(tmp_path / "lines") == ["", *parts, "train"]
 
 
 def test_documents_between_separators(tmp_path, monkeypatch):
@@ -169,16 +171,6 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     made = [make(monkeypatch, tmp_path / str(i) / "set", source, tokenizer=tokenizer) for i in range(2)]
     assert made[0] == made[1]
-
-
-def test_long_documents_of_any_kind_are_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 100)
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 300)
-    texts = ["".join(f"line {i} of a text\n" for i in range(500)), "w\u00f6rter ohne zeilenende " * 90, "short", ""]
-    make(monkeypatch, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", [*texts, "train"]), "--val-docs", 4)
-    parts = documents(tmp_path / "out", "val")
-    assert "".join(parts) == "".join(texts) and max(map(len, parts)) <= 200 and parts[-2:] == texts[-2:]
-    assert all(part.startswith("line ") for part in parts[:80]) and documents(tmp_path / "out", "train") == ["train"]
 
 
 def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
