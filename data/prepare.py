@@ -139,7 +139,7 @@ def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[s
         encoded = tokenizer.encode([text for _, text, _ in batch], os.cpu_count() or 1)
         for (name, text, _), ids in zip(batch, encoded):
             raw = text.encode("utf-8")
-            writers[name].write(np.insert(ids, 0, tokenizer.bos), len(raw))
+            writers[name].write(np.concatenate(([tokenizer.bos], ids)), len(raw))
             if name == "val":
                 decoded_bytes += tokenizer.count_bytes(ids)
                 if tokenizer.decode(ids) != raw:
