@@ -238,7 +238,7 @@ class Reader:
     def report(self) -> list[str]:
         """Return lines on the files that were read and skipped, by reason, and on the documents that were left out."""
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
-        lines = [f"read {len(self.seen):,} files; skipped {skipped or 'none'}"] if self.seen else []
+        lines = [f"read {len(self.seen):,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
         if self.bad:
             lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {self.first_bad}")
         if self.marked:
