@@ -165,8 +165,8 @@ def summarize(out: str, splits: dict) -> str:
         lines.append(f"{dropped:,} training documents were left out: they are also validation documents")
     val = splits["val"]
     if val["changed_documents"]:
-        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} validation documents. The "
-                     f"split's {val['bytes']:,} bytes become {val['decoded_bytes']:,}. Divide val_bpb by "
+        lines.append(f"The tokenizer changes {val['changed_documents']:,} of the {val['documents']:,} validation documents. "
+                     f"The split's {val['bytes']:,} bytes become {val['decoded_bytes']:,}. Divide val_bpb by "
                      f"{val['original_per_decoded_byte']:.6f} to get bits per original byte.")
     here = os.path.relpath(REPOSITORY)
     if splits["train"]["documents"]:  # run.sh sets what suits the machine, and reads paths from its own folder
