@@ -1,8 +1,7 @@
-"""Generate text with a trained model, or score a text.
+"""Generate text with a trained model.
 
     python logs/sample.py --prompt "Fellow citizens," --samples 3     with the newest model in logs/
     python logs/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
-    python logs/sample.py final_model.int8.ptz --score texts.jsonl    bits per byte, each text alone
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
 their settings: add all of those that the training set, and its DTYPE, such as DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
@@ -11,8 +10,6 @@ NUM_HEADS=4 TOKENIZER_PATH=... (see the config event in the .jsonl log).
 
 import argparse
 import codecs
-import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -129,37 +126,6 @@ def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, option
     print(f"[{count} tokens, {count / (time.perf_counter() - started):.0f} tokens/s]", file=sys.stderr)
 
 
-@torch.inference_mode()
-def score(model: train_gpt.GPT, tokenizer: Tokenizer, texts: list[str]) -> float:
-    """Return the bits per byte of texts, each read alone from a boundary token on, in rows of TRAIN_SEQ_LEN. The last row
-    reaches back over what was scored already, so that it is full, as in lm-evaluation-harness. The end of a text is not
-    scored."""
-    context = model.config.train_seq_len
-    nats = 0.0
-    for ids in tokenizer.encode(texts, 1):
-        tokens = torch.tensor([tokenizer.bos, *ids.tolist()])
-        for done in range(0, len(ids), context):
-            end = min(done + context, len(ids))
-            start = max(0, end - context)
-            targets = tokens[start + 1:end + 1].clone()
-            targets[:done - start] = -1  # scored already
-            nats += float(model(tokens[None, start:end], targets[None])) * (end - done)
-    return nats / math.log(2) / sum(len(text.encode("utf-8")) for text in texts)
-
-
-def read_texts(path: Path) -> list[str]:
-    """Return the texts of a .jsonl file, {"text": ...} a line. Raises ValueError and OSError."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-        texts = [json.loads(line)["text"] for line in lines if line.strip()]
-        size = len("".join(texts).encode("utf-8"))
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: each line must be {{\"text\": ...}}, in UTF-8: {error}") from None
-    if not size:
-        raise ValueError(f"{path}: there is no text")
-    return texts
-
-
 def ask() -> Iterator[str]:
     """Yield the lines that are typed."""
     with suppress(ImportError):
@@ -183,7 +149,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
-    parser.add_argument("--score", type=Path, metavar="FILE", help='score the texts of a .jsonl, {"text": ...} a line, instead')
     options = parser.parse_intermixed_args()
     if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
@@ -192,12 +157,8 @@ def main() -> None:
         path = find_model(options.model)
         model = load(path, options.settings)
         tokenizer = find_tokenizer(model, path, options.tokenizer)
-        if tokenizer.kind == "table" and (options.prompt or options.interactive or options.score):
+        if tokenizer.kind == "table" and (options.prompt or options.interactive):
             raise ValueError("text cannot be read: this tokenizer only decodes")
-        if options.score:
-            texts = read_texts(options.score)
-            print(f"{len(texts)} texts, {score(model, tokenizer, texts):.6f} bits per byte")
-            return
         generator = torch.Generator().manual_seed(options.seed)
         for prompt in ask() if options.interactive else [options.prompt] * options.samples:
             write_sample(model, tokenizer, prompt, options, generator)

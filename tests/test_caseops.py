@@ -61,7 +61,7 @@ def test_all_bytes_of_the_original_text_are_counted(folded):
     assert not any(set(tokenizer.model.id_to_piece(i)) & set(string.ascii_uppercase) for i in range(4 + 3 + 256, 512))
 
 
-def test_a_model_is_trained_sampled_and_scored(folded, tmp_path, monkeypatch, capsys):
+def test_a_model_is_trained_and_sampled(folded, tmp_path, monkeypatch, capsys):
     words = tiny_arguments(folded, RUN_ID="run", OUT_DIR="", TOKENIZER_PATH=str(folded / "tokenizer.model"), VOCAB_SIZE=512)
     run_here(monkeypatch, tmp_path, *words)
     model = sample.load(tmp_path / "logs" / "run" / "final_model.int8.ptz")
@@ -71,4 +71,3 @@ def test_a_model_is_trained_sampled_and_scored(folded, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sample, "generate", lambda *_: iter(written))
     sample.write_sample(model, tokenizer, "The end", SimpleNamespace(), torch.Generator())
     assert capsys.readouterr().out == "The end of The NASA, once More\n\n"
-    assert 1 < sample.score(model, tokenizer, ["The NASA"]) < 20

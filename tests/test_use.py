@@ -1,4 +1,4 @@
-"""Using what was trained: artifacts that describe themselves, text and scores from them, and several launchers."""
+"""Using what was trained: artifacts that describe themselves, text from them, and several launchers."""
 
 import argparse
 import io
@@ -156,29 +156,6 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
     assert first.count("the quick") == 2 and call(sample, model, *options) == first
     assert "\nfox" in call(sample, model, "--interactive", "--length", "3", typed="the\nfox\n")
     assert call(sample, folder / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings()).startswith("a")
-
-
-def test_texts_are_scored_as_one_token_at_a_time_would_be(trained, tmp_path, call):
-    folder, _ = trained
-    artifact = folder / "final_model.int8.ptz"
-    model = sample.load(artifact)
-    texts = ["the quick brown fox jumps over the lazy dog, " * 2, "é 漢字", "x" * 40]
-    nats = 0.0
-    for text in texts:
-        tokens = torch.tensor([1, *(byte + 4 for byte in text.encode())])
-        for i in range(1, len(tokens)):  # one token at a time, with what its row has before it
-            end = min((i - 1) // 32 * 32 + 32, len(tokens) - 1)
-            row = tokens[max(0, end - 32):i]
-            nats -= model.logits(model.hidden(row[None]))[0, -1].log_softmax(0)[tokens[i]].item()
-    bits_per_byte = nats / 0.6931472 / len("".join(texts).encode())
-    path = tmp_path / "texts.jsonl"
-    path.write_text("\ufeff" + "".join(json.dumps({"text": text}) + "\n \n" for text in texts), encoding="utf-8")
-    printed = call(sample, artifact, "--score", path).split()
-    assert int(printed[0]) == 3 and float(printed[2]) == pytest.approx(bits_per_byte, rel=1e-5)
-    for content, message in ((b'{"text": "a"}\n{"txt": 3}\n', "each line must be"), (b"", "there is no text")):
-        path.write_bytes(content)
-        with pytest.raises(SystemExit, match=message):
-            call(sample, artifact, "--score", path)
 
 
 @pytest.mark.parametrize("script, arguments, message", [
