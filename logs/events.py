@@ -6,6 +6,7 @@
 import argparse
 import glob
 import json
+import math
 import re
 import shlex
 import sys
@@ -17,7 +18,10 @@ RULE = "=" * 100  # divides source, machine and lines in a text log
 # CHECKPOINT_DIR and TRACKERS.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
                             "KEEP_CHECKPOINTS", "TRACKERS"}
-MANY_EPOCHS, LARGE_GAP = 4, 1.0  # nats: a model that reads a small text often learns it by heart
+# Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; float16 for V100 and T4, which lack bfloat16.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
+               "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125,
+               "Tesla T4": 65}
 
 
 def read_events(path: Path) -> list[dict]:
@@ -52,6 +56,21 @@ def read_history(path: Path) -> list[dict]:
     return events
 
 
+def mfu_of(start: dict, rate: float) -> float | None:
+    """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses; None if the peak is unknown, as in
+    float32. `start` is a "config" event. A token costs 6 FLOPs for each weight of a product, and causal attention."""
+    config, gpu = start["config"], start.get("gpu", "")
+    peaks = [peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)]
+    if not peaks or config["DTYPE"] == "float32":
+        return None
+    width = config["MODEL_DIM"]
+    kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
+    products = 2 * width + 2 * kv_width + 2 * config["MLP_MULT"] * width
+    table = math.ceil(config["VOCAB_SIZE"] / config["VOCAB_PAD"]) * config["VOCAB_PAD"]
+    flops = 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + table)
+    return rate * flops / (start["world_size"] * peaks[0] * 1e12)
+
+
 def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
     latest = {event["event"]: event for event in read_events(log)}
@@ -60,17 +79,13 @@ def summarize(log: Path) -> str:
         has_checkpoint = any(folder.glob(f"checkpoints/{glob.escape(log.stem)}_*.pt"))
         hint = f"resume it with RUN_ID={log.stem} RESUME=auto" if has_checkpoint else "it left no checkpoint"
         return f"{log}: the run has not ended; {hint}"
-    final, export, train = latest["final"], latest.get("export"), latest.get("train")
+    final, export = latest["final"], latest.get("export")
     run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
-    warning = ""
-    if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
-        warning = (f"\nwarning: it read its text {train['epoch']:.0f} times and knows it far better than other text ("
-                   f"{train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): use more text or fewer steps")
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warning}
+{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      .venv/bin/python logs/sample.py {run} --interactive

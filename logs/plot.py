@@ -1,8 +1,8 @@
-"""Compare runs of train_gpt.py in a table and a picture.
+"""Draw the losses of one run of train_gpt.py, or compare several.
 
-    python logs/plot.py first                                  a RUN_ID in logs/: print a table, write logs/first.png
+    python logs/plot.py first                                  a RUN_ID in logs/: write logs/first.png
     python logs/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
-    python logs/plot.py records/*/*/train_seed*.jsonl --table  only print the table
+    python logs/plot.py records/*/*/train_seed*.jsonl          also paths of .jsonl logs
 
 Runs that differ only in SEED become one line, their mean, in a band from the smallest to the largest. Thin lines are the
 training loss of single steps, the thick ones over them their moving mean, dots validations, and stars the scores of the
@@ -11,9 +11,6 @@ artifacts. Losses per token are only compared between runs of one vocabulary and
 
 import argparse
 import json
-import math
-import re
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +20,6 @@ from events import MAY_DIFFER_BETWEEN_SEEDS, read_history
 
 # Runs that differ only in these settings are seeds of one line.
 SAME_LINE = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
-# Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; float16 for V100 and T4, which lack bfloat16.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
-               "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125,
-               "Tesla T4": 65}
 AXIS_TITLES = {"step": "steps", "tokens": "tokens (millions)", "seconds": "training clock (s)",
                "loss": "loss (nats per token)", "val_bpb": "bits per byte of the validation text"}
 ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs that share these can compare losses
@@ -37,7 +30,6 @@ MAX_LABEL = 60  # characters
 class Run:
     """The events of one log and of the logs from before it was resumed. The first is the "config" event."""
     name: str
-    path: Path
     events: list[dict]
 
     @property
@@ -45,47 +37,22 @@ class Run:
         return self.events[0]["config"]
 
 
-def read_run(text: str) -> Run:
-    """Read the .jsonl log named by `text`, a file or a RUN_ID in logs/. Raises ValueError if there is none, or if it has no
-    steps."""
-    path = Path(text) if Path(text).is_file() else Path("logs", f"{text}.jsonl")
-    if not path.is_file():
-        raise ValueError(f"{text!r} is neither a file nor a RUN_ID in logs/")
-    run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, path, [])
+def find_log(name: str) -> Path:
+    """Return the path of a .jsonl log, from a path or a RUN_ID in logs/."""
+    return Path(name) if name.endswith(".jsonl") else Path("logs", f"{name}.jsonl")
+
+
+def read_run(name: str) -> Run:
+    """Read a .jsonl log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
+    path = find_log(name)
+    run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, [])
     try:
         run.events = read_history(path)
-        if not any(event["event"] in ("train", "val") for event in run.events):
+        if not [event["train_time_ms"] for event in run.events if event["event"] in ("train", "val")]:
             raise ValueError("it has no steps yet")
-        summary_of(run)  # raises if a value is missing
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a .jsonl log of a run of train_gpt.py: {error!r}") from None
     return run
-
-
-def flops_per_token(config: dict) -> int:
-    """Return the FLOPs of forward and backward for a token: 6 for each weight of a product, plus causal attention."""
-    width = config["MODEL_DIM"]
-    kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
-    rows = math.ceil(config["VOCAB_SIZE"] / config["VOCAB_PAD"]) * config["VOCAB_PAD"]
-    products = 2 * width + 2 * kv_width + 2 * config["MLP_MULT"] * width
-    return 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + rows)
-
-
-def mfu_of(start: dict, rate: float) -> float | None:
-    """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses; None if the peak is unknown, as in
-    float32. `start` is a "config" event, which has the GPU and the settings."""
-    gpu = start.get("gpu", "")
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)]
-    if not peaks or start["config"]["DTYPE"] == "float32":
-        return None
-    return rate * flops_per_token(start["config"]) / (start["world_size"] * peaks[0] * 1e12)
-
-
-def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return the settings that differ between the runs, as text for each run; "" where a run lacks one."""
-    names = sorted({name for run in runs for name in run.settings})
-    rows = {name: [str(run.settings.get(name, "")) for run in runs] for name in names}
-    return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
@@ -95,49 +62,19 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     for run in runs:
         settings = {name: value for name, value in run.settings.items() if name not in SAME_LINE}
         by_key.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
-    rows = differences([members[0] for members in by_key.values()])
+    firsts = [members[0].settings for members in by_key.values()]
+    names = sorted({name for settings in firsts for name in settings} - SAME_LINE)
+    differing = [name for name in names if len({str(settings.get(name)) for settings in firsts}) > 1]
     groups = {}
-    for number, members in enumerate(by_key.values()):
-        label = " ".join(f"{name}={row[number]}" for name, row in rows.items() if name not in SAME_LINE and row[number])
+    for members in by_key.values():
+        settings = members[0].settings
+        label = " ".join(f"{name}={settings[name]}" for name in differing if name in settings)
         if not label or len(label) > MAX_LABEL:
             label = members[0].name
         if len(members) > 1:
             label += f", {len(members)} runs"
         groups[f"{label} ({len(groups)})" if label in groups else label] = members
     return groups
-
-
-def summary_of(run: Run) -> dict[str, str]:
-    """Return the column of a run in the table, as texts by row title; "" for what its log does not have."""
-    latest = {event["event"]: event for event in run.events}
-    train, val, exported, final = (latest.get(name, {}) for name in ("train", "val", "export", "final"))
-    last = train or val
-    rates = [event["tok_per_sec"] for event in run.events if event.get("tok_per_sec")]
-    rate = statistics.median(rates) if rates else None
-    numbers = {"steps": (last["step"], ",.0f"),
-               "tokens, M": (last["step"] * run.settings["TRAIN_BATCH_TOKENS"] / 1e6, ",.1f"),
-               "training, s": (last["train_time_ms"] / 1000, ",.1f"),
-               "tokens/s, median": (rate, ",.0f"),
-               "MFU, median": (mfu_of(run.events[0], rate) if rate else None, ".1%"),
-               "last train_loss": (train.get("train_loss"), ".4f"),
-               "last val_loss": (val.get("val_loss"), ".4f"),
-               "last val_bpb": (val.get("val_bpb"), ".4f"),
-               "val_bpb of the artifact": (final.get("val_bpb"), ".4f"),
-               "artifact, bytes": (exported.get("artifact_bytes"), ",.0f"),
-               "code, bytes": (exported.get("code_bytes"), ",.0f")}
-    return {title: "" if value is None else format(value, form) for title, (value, form) in numbers.items()}
-
-
-def table_of(runs: list[Run]) -> str:
-    """Return a Markdown table with a column for each run: what it reached, and the settings that differ."""
-    summaries = [summary_of(run) for run in runs]
-    rows = [["", *(run.name for run in runs)]]
-    rows += [[title, *(summary[title] for summary in summaries)] for title in summaries[0]]
-    rows += [[name, *row] for name, row in differences(runs).items()]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 def curve(run: Run, kind: str, x: str, y: str) -> np.ndarray:
@@ -235,29 +172,18 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     picture.savefig(out)
 
 
-def default_path(runs: list[Run]) -> Path:
-    """Return the path of a picture of these runs, with their names, beside the first log."""
-    names = "+".join(dict.fromkeys(run.path.stem for run in runs))
-    if len(names) > 100:
-        names = f"{runs[0].path.stem}+{len(runs) - 1}_more"
-    return runs[0].path.with_name(f"{names}.png")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="RUN_ID in logs/, or a .jsonl log")
-    parser.add_argument("--out", type=Path, help="file for the picture (default: NAMES.png beside the first log)")
-    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--out", type=Path, help="file for the picture (default: that of the first log, as .png)")
     options = parser.parse_args()
     try:
-        runs = [read_run(text) for text in options.runs]
-        print(table_of(runs))
-        if not options.table:
-            out = options.out or default_path(runs)
-            draw(groups_of(runs), out)
-            print(f"\n{out}")
+        groups = groups_of([read_run(name) for name in options.runs])
+        out = options.out or find_log(options.runs[0]).with_suffix(".png")
+        draw(groups, out)
+        print(out)
     except ImportError as error:
-        sys.exit(f"plot.py: {error}; a picture needs matplotlib: pip install matplotlib, or use --table")
+        sys.exit(f"plot.py: {error}; run: pip install matplotlib")
     except (ValueError, OSError) as error:
         sys.exit(f"plot.py: {error}")
 

@@ -24,8 +24,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from common import ROOT, count_cores, gpu_names, hardware, launcher, load_json, pairs_of, table
-from events import read_events
-from plot import mfu_of
+from events import mfu_of, read_events
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "

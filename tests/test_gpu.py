@@ -15,11 +15,11 @@ from pathlib import Path
 
 import conftest  # first: it makes the scripts importable
 import numpy as np
-import plot
 import pytest
 import torch
 import train_gpt
 from conftest import events, run_here, run_trainer, write_shard
+from events import mfu_of
 from test_faults import at_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -115,7 +115,7 @@ def measure(folder: Path, data: Path, device: str, ranks: int, **changes) -> tup
     logged_ms = statistics.median(after - before for before, after in zip(times_ms, times_ms[1:LOGGED]))
     config = start["config"]
     rate = 1000 * config["TRAIN_BATCH_TOKENS"] / mean_ms
-    share, peak = plot.mfu_of(start, rate), re.search(r"^peak memory allocated: (\d+) MiB", done.stdout, re.M)
+    share, peak = mfu_of(start, rate), re.search(r"^peak memory allocated: (\d+) MiB", done.stdout, re.M)
     rows = {"attention kernel": config["ATTN"], "type": config["DTYPE"], "ms a step, mean": f"{mean_ms:.1f}",
             "ms a step, if the host waits": f"{logged_ms:.1f}", "tokens/s": f"{rate:,.0f}",
             "MFU": "peak not known" if share is None else f"{share:.1%}",

@@ -2,6 +2,7 @@
 
 import plot
 import pytest
+from events import mfu_of
 from test_track import write_lines
 
 SHAPE = {"NUM_LAYERS": 9, "MODEL_DIM": 512, "NUM_HEADS": 8, "NUM_KV_HEADS": 4, "MLP_MULT": 2, "TRAIN_SEQ_LEN": 4096,
@@ -31,14 +32,9 @@ def read(path, **changes):
     return plot.read_run(str(write_log(path, **changes)))
 
 
-def test_the_table_has_what_runs_reached_and_the_settings_that_differ(tmp_path):
-    runs = [read(tmp_path / "first.jsonl"), read(tmp_path / "second.jsonl", lr=0.04)]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in plot.table_of(runs).splitlines()]
-    rows = {title: values for title, *values in cells}
-    assert rows[""] == rows["RUN_ID"] == ["first", "second"] and rows["MATRIX_LR"] == ["0.02", "0.04"] and "SEED" not in rows
-    assert [rows[title][0] for title in ("steps", "training, s", "tokens/s, median", "MFU, median", "last val_bpb",
-                                         "val_bpb of the artifact", "artifact, bytes")] == [
-        "4", "4.0", "1,000,002", "89.0%", "1.0000", "1.0100", "900"]  # 215,482,368 FLOPs a token; 2 * 121 TFLOP/s
+def test_the_share_of_a_gpus_peak_that_a_run_uses(tmp_path):
+    start = read(tmp_path / "run.jsonl").events[0]  # 215,482,368 FLOPs a token; 2 * 121 TFLOP/s
+    assert mfu_of(start, 1_000_000) == pytest.approx(0.8904, abs=1e-4) and mfu_of({**start, "gpu": ""}, 1_000_000) is None
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
@@ -72,16 +68,13 @@ def run_plot(monkeypatch, *arguments):
     plot.main()
 
 
-def test_pictures_have_the_names_of_all_runs_and_the_format_of_their_ending(tmp_path, monkeypatch, capsys):
+def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    many = [write_log(tmp_path / f"a_long_name_{number:02d}.jsonl", lr=number) for number in range(8)]
-    for runs, name in ((many[:2], "a_long_name_00+a_long_name_01"), (many, "a_long_name_00+7_more")):
-        run_plot(monkeypatch, *runs)
-        assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG"
-        output = capsys.readouterr().out
-        assert "| MATRIX_LR " in output and output.endswith(f"\n{tmp_path / name}.png\n")
-    run_plot(monkeypatch, many[0], "--out", tmp_path / "one.svg")
-    assert (tmp_path / "one.svg").read_bytes().startswith(b"<?xml")
+    runs = [write_log(tmp_path / f"{number}.jsonl", lr=number) for number in range(3)]
+    for name, start, more in (("0.png", b"\x89PNG", []), ("a.pdf", b"%PDF", ["--out", tmp_path / "a.pdf"]),
+                              ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
+        run_plot(monkeypatch, *runs, *more)
+        assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
 
 
 @pytest.mark.parametrize("changes, panels", [
@@ -95,9 +88,9 @@ def test_one_line_has_one_panel_and_losses_of_other_texts_are_not_compared(tmp_p
 
 
 @pytest.mark.parametrize("content, wanted", [
-    ("[1\n", "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "is not a .jsonl log"),
+    ('{"event": "config", "config": {}}\n', "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "is not a .jsonl log"),
     ('{"event": "train", "step": 1}\n', "is not a .jsonl log")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
-        run_plot(monkeypatch, tmp_path / "x.jsonl", "--table")
+        run_plot(monkeypatch, tmp_path / "x.jsonl")
