@@ -24,6 +24,11 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B20
                "Tesla T4": 65}
 
 
+def find_log(name: str) -> Path:
+    """Return the path of a .jsonl log, from a path or a RUN_ID in logs/."""
+    return Path(name) if name.endswith(".jsonl") else Path("logs", f"{name}.jsonl")
+
+
 def read_events(path: Path) -> list[dict]:
     """Return the events of a .jsonl log, without a last line that was cut off."""
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -90,24 +95,18 @@ log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      .venv/bin/python logs/sample.py {run} --interactive
           .venv/bin/python logs/plot.py {run}
-          .venv/bin/python train_gpt.py --help          every setting
-          .venv/bin/python data/prepare.py --help       your own text
-          ./run.sh NUM_LAYERS=6 MATRIX_LR=0.03          another run, with other settings"""
+          .venv/bin/python train_gpt.py --help          every setting"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", metavar="RUN_ID", help="or a .jsonl log (default: the newest in logs/)")
     name = parser.parse_args().run
-    logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    log = Path("logs", f"{name}.jsonl") if name else [Path("logs"), *logs][-1]
-    if name and Path(name).is_file():
-        log = Path(name)
     try:
-        print(summarize(log))
-    except (OSError, ValueError, LookupError):
-        runs = ", ".join(path.stem for path in logs) or "none"
-        sys.exit(f"events.py: {name or log} is no log of a run; there are: {runs}")
+        logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+        print(summarize(find_log(name) if name else logs[-1]))
+    except (OSError, ValueError, LookupError) as error:
+        sys.exit(f"events.py: {name or 'logs/'} is no log of a run: {error}")
 
 
 if __name__ == "__main__":

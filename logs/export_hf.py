@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -51,8 +50,6 @@ def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> No
         "tokenizer_class": "TrainGPTTokenizer", "model_max_length": config.train_seq_len, "tokenizer": name,
         "auto_map": {"AutoTokenizer": ["tokenization_train_gpt.TrainGPTTokenizer", None]}})
     tensors = {f"gpt.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
-    about = sha256(json.dumps(variables, sort_keys=True).encode()).digest()  # as modeling_train_gpt.py has it
-    tensors["variables_sha256"] = torch.tensor(list(about), dtype=torch.uint8)
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))  # as readable as the other files
 
 

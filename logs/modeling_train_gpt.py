@@ -1,8 +1,5 @@
 """A model of train_gpt.py for transformers 5.0 or newer. The model itself is the GPT in train_gpt.py beside this file."""
 
-import hashlib
-import json
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,11 +30,6 @@ class TrainGPTConfig(PreTrainedConfig):
         return load_config(["EMBED_FLOAT32=1", *(f"{name}={value}" for name, value in self.variables.items())], {})[0]
 
 
-def digest(variables: dict) -> Tensor:
-    """The SHA-256 of the trainer's variables, uint8 (32,)."""
-    return torch.tensor(list(hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).digest()), dtype=torch.uint8)
-
-
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     """Predicts the next token. There is no cache: each new token reads the text before it again, at most the last tokens
     that fit into the context, as in sample.py."""
@@ -47,18 +39,15 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TrainGPTConfig):
         super().__init__(config)
         self.gpt = GPT(config.trainer_config()).to(torch.get_default_dtype())
-        self.register_buffer("variables_sha256", digest(config.variables))
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers, but raises ValueError if a tensor is missing or unknown, or config.json is another model's."""
+        """As in transformers, but raises ValueError if a tensor is missing or unknown."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         wrong = {name: keys for name, keys in info.items() if name.endswith("_keys") and keys}
         if wrong:
             raise ValueError(f"the weights are not those of this model: {wrong}")
-        if not torch.equal(model.variables_sha256.cpu(), digest(model.config.variables)):
-            raise ValueError("config.json and the weights are of different models: their variables differ")
         model.gpt.rotary = GPT(model.gpt.config).rotary.to(model.device)  # transformers leaves it empty
         return (model, info) if output_loading_info else model
 

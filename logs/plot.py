@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from events import MAY_DIFFER_BETWEEN_SEEDS, read_history
+from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, read_history
 
 # Runs that differ only in these settings are seeds of one line.
 SAME_LINE = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
@@ -35,11 +35,6 @@ class Run:
     @property
     def settings(self) -> dict:
         return self.events[0]["config"]
-
-
-def find_log(name: str) -> Path:
-    """Return the path of a .jsonl log, from a path or a RUN_ID in logs/."""
-    return Path(name) if name.endswith(".jsonl") else Path("logs", f"{name}.jsonl")
 
 
 def read_run(name: str) -> Run:

@@ -9,14 +9,13 @@ NUM_HEADS=4 TOKENIZER_PATH=... (see the config event in the .jsonl log).
 """
 
 import argparse
-import codecs
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of thes
 
 import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
-from tokenization import Tokenizer, load_tokenizer, unfold_case  # noqa: E402
+from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 
 def find_model(name: str) -> Path:
@@ -107,23 +106,19 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
 def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, options, generator: torch.Generator) -> None:
     """Print the prompt and what follows it, each token as it comes."""
     start = [tokenizer.bos] if tokenizer.bos >= 0 else []
-    ids = start + (tokenizer.encode([prompt], 1)[0].tolist() if prompt else [])
-    if not ids:
+    ids = tokenizer.encode([prompt], 1)[0].tolist() if prompt else []
+    if not start + ids:
         raise ValueError("--prompt must not be empty: this tokenizer has no token that begins a document")
     print(prompt, end="", flush=True)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character can have several tokens
-    started, count, text, shown = time.perf_counter(), 0, "", 0
-    for token in generate(model, ids, tokenizer.bos, options, generator):
-        data = tokenizer.operators.get(token, "").encode("utf-8") or tokenizer.token_bytes[token]
-        if not prompt and count == 0:
-            data = data.removeprefix(tokenizer.prefix)
-        text += decoder.decode(data)
-        whole = unfold_case(text) if tokenizer.operators else text
+    text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
+    shown = len(text)
+    for token in generate(model, start + ids, tokenizer.bos, options, generator):
+        ids.append(token)
+        text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
+        whole = text.rstrip("\ufffd")  # a character can have several tokens
         print(whole[shown:], end="", flush=True)
-        shown = len(whole)
-        count += 1
-    print(decoder.decode(b"", final=True), end="\n\n", flush=True)
-    print(f"[{count} tokens, {count / (time.perf_counter() - started):.0f} tokens/s]", file=sys.stderr)
+        shown = max(shown, len(whole))
+    print(text[shown:], end="\n\n", flush=True)
 
 
 def ask() -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Send the numbers of a run to Weights & Biases, trackio or TensorBoard, while it trains or afterwards.
 
-    python logs/track.py wandb RUN_ID          follow logs/RUN_ID.jsonl until the run ends; or trackio, or tensorboard
-    python logs/track.py wandb RUN_ID --once   send what the log holds now
+    python logs/track.py wandb RUN_ID    follow logs/RUN_ID.jsonl until the run ends or Ctrl-C; or trackio, or tensorboard
 
 Each start makes a new page with all steps of the run, also those from before it was resumed. TensorBoard's page is
 logs/RUN_ID.tensorboard/.
@@ -15,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from events import read_history
+from events import find_log, read_history
 
 POLL_SECONDS = 2.0
 
@@ -37,9 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tracker", choices=("wandb", "trackio", "tensorboard"))
     parser.add_argument("run", metavar="RUN_ID", help="run in logs/, or path of a .jsonl log")
-    parser.add_argument("--once", action="store_true", help="send what the log holds now, then stop")
     options = parser.parse_args()
-    path = Path(options.run) if options.run.endswith(".jsonl") else Path("logs", f"{options.run}.jsonl")
+    path = find_log(options.run)
     try:
         events = read_history(path)
         send, close = open_tracker(options.tracker, path, events[0]["config"])
@@ -55,7 +53,7 @@ def main() -> None:
                 if event["event"] in ("train", "val", "windows", "final") and key not in sent:
                     send({f"{key[0]}/{name}": value for name, value in event.items() if isinstance(value, int | float)}, key[1])
                     sent.add(key)
-            if options.once or any(event["event"] == "final" for event in events):
+            if any(event["event"] == "final" for event in events):
                 break
             time.sleep(POLL_SECONDS)
             events = read_history(path) if path.is_file() else []  # it is renamed when the run is resumed

@@ -132,7 +132,7 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
     tokenizer.write_text(json.dumps({"kind": "char", "bos": 1, "tokens": [""] * 4 + [chr(byte) for byte in range(256)]}))
     result = shell(checkout, "run.sh", *tiny_arguments(data, ITERATIONS="3", TOKENIZER_PATH=str(tokenizer), OUT_DIR="größe"))
     assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
-    assert "model     größe/final_model.int8.ptz" in result.stdout and "tokens/s]" in result.stderr
+    assert "model     größe/final_model.int8.ptz" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
     assert wrong.returncode and "NUM_LAYERS='nine' is not a whole number" in wrong.stderr
 
