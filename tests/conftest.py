@@ -33,18 +33,7 @@ TINY = {
 }
 
 
-def flash_groups_heads() -> bool:
-    """Whether PyTorch's flash kernel takes grouped heads on CPUs: that of 2.13 does, that of 2.8 does not."""
-    q, k = train_gpt.torch.ones(1, 2, 8, 16), train_gpt.torch.ones(1, 1, 8, 16)
-    with train_gpt.torch.nn.attention.sdpa_kernel(train_gpt.torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        try:
-            train_gpt.causal_attention(q, k, k, "flash")
-        except RuntimeError:
-            return False
-    return True
-
-
-PLAIN_KERNEL = "flash" if flash_groups_heads() else "math"  # what CPUs run if the model is not compiled
+PLAIN_KERNEL = "flash"  # what CPUs run if the model is not compiled
 
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
@@ -62,12 +51,6 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if config.option.markexpr == "gpu" else min(4, os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Side by side, files with slow tests come first, so that no process is left with a long one at the end."""
-    if config.getoption("dist", "no") != "no":
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 GPU_TABLE: list[str] = []  # the lines that test_gpu.py leaves for the end
 
 
@@ -79,14 +62,9 @@ def versions() -> str:
             f"CPU {torch.backends.cpu.get_cpu_capability()} with {bfloat16} bfloat16")
 
 
-def pytest_report_header() -> str:
-    return versions()
-
-
 def pytest_terminal_summary(terminalreporter):
-    """The versions, where -q has left the header out, and the table of test_gpu.py."""
-    if terminalreporter.config.option.verbose < 0:
-        terminalreporter.write_line(versions())
+    """The versions, and the table of test_gpu.py."""
+    terminalreporter.write_line(versions())
     if GPU_TABLE:
         terminalreporter.section("please send this table to the authors")
         outcomes = [f"{len(terminalreporter.stats.get(outcome, []))} {outcome}"

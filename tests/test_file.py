@@ -1,7 +1,6 @@
 """What keeps the one file one readable file."""
 
 import ast
-import graphlib
 import subprocess
 import sys
 
@@ -55,17 +54,6 @@ def test_importing_it_touches_no_gpu_and_prints_nothing():
             "import train_gpt")
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
-
-
-def test_scripts_import_each_other_without_a_circle():
-    paths = [path for folder in (".", "data", "logs", "records") for path in (REPOSITORY / folder).glob("*.py")]
-    names, graph = {path.stem for path in paths}, {}
-    for path in paths:
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        graph[path.stem] = names & (imported | {node.module for node in nodes if isinstance(node, ast.ImportFrom)})
-    tuple(graphlib.TopologicalSorter(graph).static_order())
-    assert graph["train_gpt"] == set()
 
 
 @pytest.mark.slow
