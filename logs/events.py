@@ -6,7 +6,6 @@
 import argparse
 import glob
 import json
-import math
 import re
 import shlex
 import sys
@@ -71,8 +70,7 @@ def mfu_of(start: dict, rate: float) -> float | None:
     width = config["MODEL_DIM"]
     kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
     products = 2 * width + 2 * kv_width + 2 * config["MLP_MULT"] * width
-    table = math.ceil(config["VOCAB_SIZE"] / config["VOCAB_PAD"]) * config["VOCAB_PAD"]
-    flops = 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + table)
+    flops = 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + config["VOCAB_SIZE"])
     return rate * flops / (start["world_size"] * peaks[0] * 1e12)
 
 
@@ -81,9 +79,7 @@ def summarize(log: Path) -> str:
     latest = {event["event"]: event for event in read_events(log)}
     folder = Path(latest["config"]["config"]["OUT_DIR"])
     if "final" not in latest:
-        has_checkpoint = any(folder.glob(f"checkpoints/{glob.escape(log.stem)}_*.pt"))
-        hint = f"resume it with RUN_ID={log.stem} RESUME=auto" if has_checkpoint else "it left no checkpoint"
-        return f"{log}: the run has not ended; {hint}"
+        return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
     final, export = latest["final"], latest.get("export")
     run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"

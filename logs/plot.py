@@ -12,8 +12,8 @@ artifacts. Losses per token are only compared between runs of one vocabulary and
 import argparse
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, read_history
@@ -26,8 +26,7 @@ ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs
 MAX_LABEL = 60  # characters
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """The events of one log and of the logs from before it was resumed. The first is the "config" event."""
     name: str
     events: list[dict]
@@ -40,14 +39,13 @@ class Run:
 def read_run(name: str) -> Run:
     """Read a .jsonl log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
     path = find_log(name)
-    run = Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, [])
     try:
-        run.events = read_history(path)
-        if not [event["train_time_ms"] for event in run.events if event["event"] in ("train", "val")]:
+        events = read_history(path)
+        if not [event["train_time_ms"] for event in events if event["event"] in ("train", "val")]:
             raise ValueError("it has no steps yet")
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a .jsonl log of a run of train_gpt.py: {error!r}") from None
-    return run
+    return Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, events)
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
