@@ -17,14 +17,11 @@ from test_model import SWITCHES, trained_like
 def wide_state():
     """Tensors on both sides of 65,536 elements, in both float types, and an integer one."""
     torch.manual_seed(0)
-    state = {
+    return {
         "tok_emb.weight": torch.randn(300, 256).bfloat16(), "blocks.0.mlp.fc.weight": torch.randn(512, 256),
         "blocks.0.attn.c_q.weight": torch.randn(256, 256), "blocks.0.attn_scale": torch.randn(256),
         "long_vector": torch.randn(70_000), "flat": torch.zeros(65_537), "steps": torch.arange(5),
     }
-    state["blocks.0.mlp.fc.weight"][0] = 0.0
-    state["blocks.0.mlp.fc.weight"][1] *= 1e-4
-    return state
 
 
 def test_what_is_stored_and_how():
@@ -42,22 +39,6 @@ def test_what_is_stored_and_how():
     assert kept["blocks.0.attn_scale"].dtype == torch.float32 and kept["steps"].dtype == torch.int64
     assert payload == (300 * 256 + 512 * 256 + 70_000 + 65_537 + 2 * (300 + 512) + 4 * 2
                        + 2 * 65_536 + 4 * 256 + 5 * 8)
-
-
-def test_published_rounding_against_the_definition():
-    state = wide_state()
-    artifact, _ = train_gpt.quantize(state, tiny_config())
-    matrix = state["blocks.0.mlp.fc.weight"]
-    clip = torch.from_numpy(np.quantile(matrix.abs().numpy(), 0.9999984, axis=1)).float()
-    scale = (clip / 127).clamp_min(1 / 127)
-    wanted = torch.round(matrix.clamp(-clip[:, None], clip[:, None]) / scale[:, None]).to(torch.int8)
-    difference = (artifact["quantized"]["blocks.0.mlp.fc.weight"].int() - wanted.int()).abs()
-    assert difference.max() <= 1 and difference.float().mean() < 1e-4  # ties of a rounding of the clip
-    torch.testing.assert_close(artifact["scales"]["blocks.0.mlp.fc.weight"], scale.half())
-    assert artifact["scales"]["blocks.0.mlp.fc.weight"][0] == torch.tensor(1 / 127).half()
-    vector_clip = torch.tensor(np.quantile(state["long_vector"].abs().numpy(), 0.9999984)).float()
-    torch.testing.assert_close(artifact["scales"]["long_vector"], vector_clip / 127)
-    assert artifact["scales"]["flat"] == 1.0 and artifact["quantized"]["flat"].eq(0).all()
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
@@ -113,25 +94,6 @@ def test_control_tensors_keep_eight_bits():
     artifact, _ = train_gpt.quantize(state, tiny_config(int8_keep_float_max_numel=0, export_bits=4))
     assert artifact["quantized"]["blocks.0.attn.c_q.weight"].abs().max() == 7
     assert artifact["quantized"]["blocks.0.resid_mix"].abs().max() == 127
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_is_written_and_read_back(tmp_path, dtype):
-    """With matrices above 65,536 elements: 512 x 256 and the table of 300 x 256."""
-    config = tiny_config(vocab_size=300, model_dim=256, dtype=dtype)
-    model, other = trained_like(config), train_gpt.GPT(config)
-    data, about = train_gpt.pack(model.state_dict(), config)
-    assert about["artifact_bytes"] == len(data) and about["raw_bytes"] == len(zlib.decompress(data)) > about["payload_bytes"]
-    train_gpt.write_whole(tmp_path / "a.ptz", data)
-    torch.save(model.state_dict(), tmp_path / "a.pt")
-    tokens = torch.randint(0, 300, (4, 33))
-    losses = []
-    for path in ("a.pt", "a.ptz"):
-        train_gpt.load_weights(other, tmp_path / path)
-        losses.append(other(tokens[:, :-1], tokens[:, 1:]).item())
-    assert losses[0] == model(tokens[:, :-1], tokens[:, 1:]).item()
-    assert 0 < abs(losses[1] - losses[0]) < 0.02
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, capsys):
@@ -221,18 +183,18 @@ def test_hostile_artifacts_are_refused(tmp_path):
 def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
     """10 GB of zlib in 10 MB, and zip archives whose entries inflate."""
     code = f"""
-import sys, time, resource
-sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'tests')!r}]
+import resource, sys, time
+sys.path[:0] = [{str(REPOSITORY)!r}]
 import train_gpt
-from conftest import tiny_config
-model = train_gpt.GPT(tiny_config())
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = train_gpt.GPT(train_gpt.Config(model_dim=32, num_layers=2, dtype="float32"))
+memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = memory()
 for path in sys.argv[1:]:
     started = time.perf_counter()
     try:
         train_gpt.load_weights(model, path)
     except ValueError as error:
-        print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, error)
+        print(time.perf_counter() - started, memory() - before, error)
 """
     packer = zlib.compressobj(9)
     start = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)

@@ -6,11 +6,8 @@ take a device, so that they can be tried on a CPU.
 
 import gc
 import json
-import re
-import shutil
 import signal
 import statistics
-import subprocess
 from pathlib import Path
 
 import conftest  # first: it makes the scripts importable
@@ -25,11 +22,6 @@ from test_faults import at_calls
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason=f"PyTorch {torch.__version__} sees no CUDA device")]
 
-REFERENCES = {  # rows of the table, from records/lab/speed.md
-    "calculated: ms per step on 8 GPUs (H100)": "38",
-    "measured by us: ms per step on 1 GPU (H100, PyTorch 2.11)": "268",
-    "published: ms per step on 8 GPUs (H100), between shard ends": "52.0",
-    "published: ms per step on 8 GPUs (H100), on average": "65.98"}
 # On a CPU, bfloat16 differs from float32 by 0.003 in the loss with this rate of the table, by 0.05 with the default.
 SMALL = {"NUM_LAYERS": 4, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "TRAIN_SEQ_LEN": 512,
          "TRAIN_BATCH_TOKENS": 4096, "VAL_BATCH_SIZE": 65536, "ITERATIONS": 20, "WARMUP_STEPS": 1, "WARMDOWN_ITERS": 5,
@@ -87,56 +79,6 @@ def compare_losses(title: str, losses: dict[int, float], wanted: dict[int, float
     assert all(np.isfinite([*losses.values()])) and difference <= limit, (title, losses, wanted)
 
 
-def stop_and_resume(folder: Path, data: Path, device: str, **changes) -> None:
-    """Stop a small run by a signal in its tenth step and resume it in the same folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        at_calls(patch, train_gpt.Trainer, "train_step", {1 + 10}, lambda: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-            small_run(folder, data, device, **changes)
-    small_run(folder, data, device, **changes, RESUME="auto")
-
-
-def measure(folder: Path, data: Path, device: str, ranks: int, **changes) -> tuple[dict, float, float, dict[str, str]]:
-    """Train a few steps at the defaults. Return the settings, the mean ms of the timed steps, the median ms of the logged
-    ones, after each of which the host waits for the device, and the rows of the table. Skip the test if the card is too
-    small or too slow."""
-    settings = {"ITERATIONS": LOGGED + TIMED, "MAX_WALLCLOCK_SECONDS": WALLCLOCK_SECONDS, "WARMDOWN_ITERS": 0,
-                "WARMUP_STEPS": 1, "VAL_LOSS_EVERY": 0, "TRAIN_LOG_EVERY": 0, **changes}
-    done = run_trainer(folder, *arguments_of(data, device, **settings), ranks=ranks if ranks > 1 else 0)
-    if "Try a lower MICRO_BATCH_TOKENS" in done.stderr:
-        pytest.skip("the default settings need more memory than this card has")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    start, *log = events(folder, "run")
-    times_ms = [event["train_time_ms"] for event in log if event["event"] == "train"]
-    end = next(event for event in log if event["event"] == "val")  # after the last step
-    if end["step"] < LOGGED + TIMED:
-        pytest.skip(f"{end['step']} steps at the default settings take {WALLCLOCK_SECONDS} s on this card")
-    mean_ms = (end["train_time_ms"] - times_ms[LOGGED - 1]) / TIMED
-    logged_ms = statistics.median(after - before for before, after in zip(times_ms, times_ms[1:LOGGED]))
-    config = start["config"]
-    rate = 1000 * config["TRAIN_BATCH_TOKENS"] / mean_ms
-    share, peak = mfu_of(start, rate), re.search(r"^peak memory allocated: (\d+) MiB", done.stdout, re.M)
-    rows = {"attention kernel": config["ATTN"], "type": config["DTYPE"], "ms a step, mean": f"{mean_ms:.1f}",
-            "ms a step, if the host waits": f"{logged_ms:.1f}", "tokens/s": f"{rate:,.0f}",
-            "MFU": "peak not known" if share is None else f"{share:.1%}",
-            "peak memory, MiB": f"{int(peak[1]):,}" if peak else "not known",
-            "start to first step, s": f"{log[0]['elapsed_s']:.0f}"}
-    return config, mean_ms, logged_ms, rows
-
-
-def machine() -> dict[str, str]:
-    """The rows that name the cards and their software."""
-    driver = "not known"
-    if command := shutil.which("nvidia-smi"):
-        query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
-    major, minor = torch.cuda.get_device_capability()
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return {"GPUs": f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}, {memory:.0f} GiB, "
-                    f"compute capability {major}.{minor}",
-            "driver": driver, "versions": f"{conftest.versions()}, cuDNN {torch.backends.cudnn.version()}"}
-
-
 # ---- Fixtures ----------------------------------------------------------------------------------------------
 
 
@@ -148,7 +90,10 @@ def table():
         for name in train_gpt.FIELDS:
             monkeypatch.delenv(name, raising=False)
         yield
-    rows = {**machine(), **found, **REFERENCES}
+    device = torch.cuda.get_device_properties(0)
+    rows = {"GPUs": f"{torch.cuda.device_count()}x {device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability "
+                    f"{device.major}.{device.minor}",
+            "versions": f"{conftest.versions()}, cuDNN {torch.backends.cudnn.version()}", **found}
     conftest.GPU_TABLE[:] = ["| GPU test of train_gpt.py | |", "|---|---|",
                              *(f"| {name} | {value} |" for name, value in rows.items())]
 
@@ -258,8 +203,11 @@ def test_ranks_compute_what_one_does(run_once, data, tmp_path, ranks):
 def test_a_run_that_was_stopped_is_resumed(run_once, data, tmp_path):
     """The steps after SIGTERM have the losses of a run that was not stopped: only sums that the GPU adds in any order
     differ, by 1.5e-5 on an H100. A run that forgets Muon's momentum differs by 0.014 within ten steps, on a CPU."""
-    stop_and_resume(tmp_path / "stopped", data, "cuda")
-    resumed, whole = losses_of(tmp_path / "stopped"), losses_of(run_once("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        at_calls(patch, train_gpt.Trainer, "train_step", {1 + 10}, lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            small_run(tmp_path, data, "cuda")
+    resumed, whole = losses_of(small_run(tmp_path, data, "cuda", RESUME="auto")), losses_of(run_once("cuda"))
     wanted = {step: whole[step] for step in range(11, 21)}
     compare_losses("resumed and not stopped, 10 steps", resumed, wanted, FLOAT32_LIMIT)
 
@@ -279,12 +227,32 @@ def test_the_type_is_chosen_by_the_card_and_float16_trains(run_once, monkeypatch
 @pytest.mark.parametrize("gpus", ["one", "all"])
 def test_speed_at_the_defaults(data, tmp_path, gpus):
     """Fails if the ends of shards, of which there are eight, hold steps up, which cost the published trainer some 50 steps
-    each, or if the run is not what the defaults promise: compiled, with a kernel that does not store all scores."""
+    each, or if the run is not what the defaults promise: compiled, with a kernel that does not store all scores. After each
+    of the logged steps, the host waits for the device. Skipped if the card is too small or too slow."""
     ranks = 1 if gpus == "one" else torch.cuda.device_count()
     if gpus == "all":
         needs_gpus(2)
-    config, mean_ms, logged_ms, rows = measure(tmp_path, data, "cuda", ranks)
-    found.update({f"{ranks} GPU{'s' * (ranks > 1)}: {name}": value for name, value in rows.items()})
+    settings = {"ITERATIONS": LOGGED + TIMED, "MAX_WALLCLOCK_SECONDS": WALLCLOCK_SECONDS, "WARMDOWN_ITERS": 0,
+                "WARMUP_STEPS": 1, "VAL_LOSS_EVERY": 0, "TRAIN_LOG_EVERY": 0}
+    done = run_trainer(tmp_path, *arguments_of(data, "cuda", **settings), ranks=ranks if ranks > 1 else 0)
+    if "Try a lower MICRO_BATCH_TOKENS" in done.stderr:
+        pytest.skip("the default settings need more memory than this card has")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    start, *log = events(tmp_path, "run")
+    end = next(event for event in log if event["event"] == "val")  # after the last step
+    if end["step"] < LOGGED + TIMED:
+        pytest.skip(f"{end['step']} steps at the default settings take {WALLCLOCK_SECONDS} s on this card")
+    steps = [event for event in log if event["event"] == "train"]
+    times_ms = [event["train_time_ms"] for event in steps]
+    mean_ms = (end["train_time_ms"] - times_ms[LOGGED - 1]) / TIMED
+    logged_ms = statistics.median(after - before for before, after in zip(times_ms, times_ms[1:LOGGED]))
+    config = start["config"]
+    rate = 1000 * config["TRAIN_BATCH_TOKENS"] / mean_ms
+    share = mfu_of(start, rate)
+    found[f"defaults, {ranks} GPUs"] = (
+        f"{config['ATTN']}, {config['DTYPE']}; {mean_ms:.1f} ms a step, {logged_ms:.1f} if the host waits; {rate:,.0f} tokens/s; "
+        f"MFU {'not known' if share is None else f'{share:.1%}'}; {steps[-1]['mem_mib']:,} MiB; first step after "
+        f"{log[0]['elapsed_s']:.0f} s")
     assert config["COMPILE"] == "1" and config["ATTN"] != "math" and config["DTYPE"] == native_type()
     losses = losses_of(tmp_path)
     assert losses[10] < losses[1] - 1 and mean_ms < 1.5 * logged_ms

@@ -63,6 +63,8 @@ def test_logits_and_text_are_those_of_the_artifact(folders, name):
     with torch.inference_mode():
         logits = wanted.logits(wanted.hidden(tokens))[..., :model.config.vocab_size]
         torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=f"{2 * context} tokens are too many"):
+        model(tokens.view(1, -1))
     for use_cache, prompt in ((True, tokens[:1, :context - 20]), (False, tokens.view(1, -1)[:, :context + 7])):
         text = list(sample.generate(wanted, prompt[0].tolist(), -1, argparse.Namespace(temperature=0, length=40), None))
         ids = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, use_cache=use_cache)
@@ -80,14 +82,6 @@ def test_uneven_rows_are_read_as_if_each_were_alone(folders):
         alone = tokenizer(text, return_tensors="pt")
         assert torch.equal(model.generate(**alone, **options)[0, alone["input_ids"].size(1):], row)
     torch.testing.assert_close(model(**batch).logits[1, -2:], model(batch["input_ids"][1:2, -2:]).logits[0])
-
-
-def test_rows_longer_than_the_context_are_refused_where_each_token_is_scored(folders):
-    model = load(folders("switches")[1])
-    tokens = torch.zeros(1, 33, dtype=torch.int64)
-    with pytest.raises(ValueError, match="33 tokens are too many"):
-        model(tokens)
-    assert model(tokens, logits_to_keep=1).logits.shape == (1, 1, 260)
 
 
 def test_training_moves_and_saving(folders, tmp_path):

@@ -6,33 +6,27 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import train_gpt
-from conftest import (PLAIN_KERNEL, REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config,
-                      write_shard)
+from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config, write_shard
 
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 NUMBER = r"-?\d+(\.\d+)?"
-PATTERNS = [
-    r"logs/run\.txt",
+TIMES = rf"train_time:\d+ms step_avg:{NUMBER}ms"
+PATTERNS = [  # in this order, others between them
     r"val_bpb:enabled tokenizer_kind=byte tokenizer_path=byte260.*",
     r"train_loader:dataset:tiny train_shards:2.*",
     r"val_loader:shards pattern=.*/tiny/\*_val_\*\.bin tokens:2976.*",
     r"model_params:\d+",
     r"world_size:1 grad_accum_steps:8.*",
-    rf"sdp_backends:cudnn=False flash={PLAIN_KERNEL == 'flash'} mem_efficient=False math={PLAIN_KERNEL == 'math'}.*",
-    r"attention_mode:gqa num_heads:2 num_kv_heads:1",
-    r"tie_embeddings:True embed_lr:0.03 head_lr:0.0 matrix_lr:0.02 scalar_lr:0.02",
-    r"train_batch_tokens:1024 train_seq_len:32 iterations:4 warmup_steps:1 max_wallclock_seconds:0.000",
-    r"seed:1337",
-    r"warmup_step:1/1",
-    rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} train_time:\d+ms step_avg:{NUMBER}ms",
-    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} train_time:\d+ms step_avg:\d+\.\d\dms lr:\S+ grad_norm:{NUMBER} "
-      r"tok_per_sec:\d+ eta:\d+\.\dm epoch:0\.\d{3}" for n in (1, 2)],
-    r"step:2/4 val_loss:.*",
-    r"step:3/4 train_loss:.*", r"step:4/4 train_loss:.*", r"step:4/4 val_loss:.*",
+    r"sdp_backends:cudnn=False flash=True mem_efficient=False math=False.*",
+    rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} {TIMES}",
+    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} {TIMES} lr:\S+ grad_norm:{NUMBER} tok_per_sec:\d+ eta:\d+\.\dm epoch:0\.\d{{3}}"
+      for n in (1, 2, 3, 4)],
+    r"step:4/4 val_loss:.*",
     r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
     r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ payload_ratio:\d\.\d\dx\)",
     r"Total submission size int8\+zlib: \d+ bytes",
@@ -54,9 +48,9 @@ def finished(tmp_path_factory):
 def test_the_log_has_the_lines_that_parsers_read(finished):
     folder, _, result = finished
     lines = result.stdout.splitlines()
-    assert len(lines) == len(PATTERNS), result.stdout
-    for line, pattern in zip(lines, PATTERNS):
-        assert re.fullmatch(pattern, line), (pattern, line)
+    rest = iter(lines)
+    for pattern in PATTERNS:
+        assert any(re.fullmatch(pattern, line) for line in rest), (pattern, result.stdout)
     text = (folder / "logs" / "run.txt").read_text()
     source = (train_gpt.Path(train_gpt.__file__)).read_text()
     assert text.startswith(source + "\n" + "=" * 100 + "\nRunning Python ")
@@ -123,18 +117,6 @@ def test_a_process_takes_its_share_of_the_cores_and_says_if_it_is_alone_in_a_job
         torch.set_num_threads(threads)
 
 
-def test_the_log_of_an_earlier_run_is_moved_aside(finished, tmp_path, monkeypatch):
-    _, data, _ = finished
-    (tmp_path / "logs").mkdir()
-    for ending in ("txt", "jsonl"):
-        (tmp_path / "logs" / f"again.{ending}").write_text(f"old {ending}")
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="again", ITERATIONS=1, VAL_LOSS_EVERY=0))
-    kept = [path for path in (tmp_path / "logs").iterdir() if path.stem != "again"]
-    assert sorted(path.read_text() for path in kept) == ["old jsonl", "old txt"]
-    assert kept[0].stem == kept[1].stem
-    assert events(tmp_path, "again")[-1]["step"] == 1
-
-
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
@@ -196,7 +178,7 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp
     common = dict(OUT_DIR="", CHECKPOINT_EVERY=2, VAL_LOSS_EVERY=0)
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="first", MAX_WALLCLOCK_SECONDS=600))
     assert re.search(r"step:4/4 train_loss.* cap:\d+\.\d% eta:", capsys.readouterr().out)
-    first = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*.*")}
+    first = {path: path.read_bytes() for path in Path("logs").rglob("*.*")}
     for changes in (dict(SEED=2), dict(ITERATIONS=0)):  # the latter would write an untrained model
         with pytest.raises(SystemExit, match="logs/first/final_model.int8.ptz exists; set another RUN_ID"):
             run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="first", **changes))
@@ -213,6 +195,8 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp
     assert events(tmp_path, other.name)[-1]["step"] == 6  # of the newest run, whose name was made up
     for _ in range(2):  # in an OUT_DIR, a model may be replaced
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="logs", RUN_ID="first", ITERATIONS=1))
+    contents = [path.read_bytes() for path in (tmp_path / "logs").glob("first.*.*")]  # logs are moved aside
+    assert len(contents) == 4 and {first[Path("logs", f"first.{ending}")] for ending in ("txt", "jsonl")} < set(contents)
     assert train_gpt.load_config(list(tiny_arguments(data)), {})[0].init_from == ""  # logs/ has a model now
 
 

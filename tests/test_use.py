@@ -49,12 +49,6 @@ def call(monkeypatch, capsys):
     return run
 
 
-def test_an_artifact_knows_its_shape_and_what_is_set_by_hand_wins(trained):
-    folder, _ = trained
-    config, _ = train_gpt.load_config(["TRAIN_SEQ_LEN=64", f"INIT_FROM={folder / 'final_model.int8.ptz'}"], {})
-    assert (config.model_dim, config.shift_keys, config.train_seq_len) == (32, True, 64)
-
-
 def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
     folder, data = trained
     other = tmp_path / "other.json"
