@@ -249,7 +249,7 @@ def test_speed_at_the_defaults(data, tmp_path, gpus):
     config = start["config"]
     rate = 1000 * config["TRAIN_BATCH_TOKENS"] / mean_ms
     share = mfu_of(start, rate)
-    found[f"defaults, {ranks} GPUs"] = (
+    found[f"defaults on {ranks} GPU" + "s" * (ranks > 1)] = (
         f"{config['ATTN']}, {config['DTYPE']}; {mean_ms:.1f} ms a step, {logged_ms:.1f} if the host waits; {rate:,.0f} tokens/s; "
         f"MFU {'not known' if share is None else f'{share:.1%}'}; {steps[-1]['mem_mib']:,} MiB; first step after "
         f"{log[0]['elapsed_s']:.0f} s")
