@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -100,21 +101,16 @@ def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
 def test_a_process_takes_its_share_of_the_cores_and_says_if_it_is_alone_in_a_job(monkeypatch, capsys):
     """Launchers other than torchrun do not set OMP_NUM_THREADS."""
     threads = torch.get_num_threads()
-    for name in ("OMP_NUM_THREADS", *train_gpt.LAUNCHERS.split()):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    torchruns = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     try:
         torch.set_num_threads(6)
-        train_gpt.start_ranks(tiny_config())
-        assert torch.get_num_threads() == 6
-        assert "warning: one process of SLURM_NTASKS: start it by srun" in capsys.readouterr().err
-        torchruns = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")
-        for name, value in (*torchruns, ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
-            monkeypatch.setenv(name, value)
-        train_gpt.start_ranks(tiny_config())
-        assert torch.get_num_threads() == 3
+        for variables, wanted in (({"SLURM_NTASKS": "2"}, 6), (torchruns, 3)):
+            monkeypatch.setattr(os, "environ", variables)
+            train_gpt.start_ranks(tiny_config())
+            assert torch.get_num_threads() == wanted
     finally:
         torch.set_num_threads(threads)
+    assert capsys.readouterr().err == "warning: one process of SLURM_NTASKS: start it by srun\n"
 
 
 @pytest.mark.parametrize("changes, wanted", [

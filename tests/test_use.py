@@ -176,40 +176,33 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
 
 
-@pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """Sets only a launcher's variables, with a host file."""
-    (tmp_path / "nodes").write_text("x3001c0s1\nx3001c0s1\nx3002c0s1\n")
-    monkeypatch.chdir(tmp_path)
-
-    def launch(variables, **more):
-        for name in (*train_gpt.LAUNCHERS.split(), "MASTER_ADDR", "MASTER_PORT", "PBS_NODEFILE", "SLURM_STEP_NODELIST",
-                     "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_NTASKS"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in {**variables, **more}.items():
-            monkeypatch.setenv(name, value)
+def launched(variables):
+    """The ranks and the first machine that are found with a launcher's variables alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(variables))
         return train_gpt.find_ranks(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
-    return launch
 
-
-def test_ranks_and_the_first_machine_are_found_under_every_launcher(launched):
+def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("x3001c0s1\nx3001c0s1\nx3002c0s1\n")
     assert launched({}) == ([0, 1, 0, 1], None, None)
     assert launched(TORCHRUN) == ([3, 4, 1, 2], "host", "1")
     assert launched({**SRUN, **TORCHRUN}) == ([3, 4, 1, 2], "host", "1")  # torchrun, started by srun
     assert launched(MPICH) == ([1, 2, 1, 2], "127.0.0.1", "29500")
     assert launched(SRUN) == ([5, 8, 1, 4], "node07", "29534")
-    assert launched(PALS, PBS_NODEFILE="nodes") == ([5, 8, 1, 4], "x3001c0s1", "29500")
+    assert launched({**PALS, "PBS_NODEFILE": str(nodes)}) == ([5, 8, 1, 4], "x3001c0s1", "29500")
     assert launched({**OPEN_MPI, **BATCH}) == ([5, 8, 1, 4], "rack1n3", "29500")  # mpirun in a batch job
-    assert launched(OPEN_MPI, MASTER_ADDR="a", MASTER_PORT="2") == ([5, 8, 1, 4], "a", "2")
+    assert launched({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "2"}) == ([5, 8, 1, 4], "a", "2")
     assert launched(BATCH)[0] == [0, 1, 0, 1]  # one process in a job
 
 
-def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(launched):
-    with pytest.raises(ValueError, match="WORLD_SIZE is set, but not all of torchrun's variables"):
-        launched({"WORLD_SIZE": "2", "RANK": "0"})
-    with pytest.raises(ValueError, match="MASTER_ADDR must be set to the address of rank 0's machine"):
-        launched(OPEN_MPI)
+@pytest.mark.parametrize("variables, wanted", [
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is set, but not all of torchrun's variables"),
+    (OPEN_MPI, "MASTER_ADDR must be set to the address of rank 0's machine")])
+def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(variables, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        launched(variables)
 
 
 @pytest.mark.slow
