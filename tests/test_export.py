@@ -14,23 +14,18 @@ from conftest import REPOSITORY, make_shards, one_process, run_here, tiny_argume
 from test_model import SWITCHES, trained_like
 
 
-def wide_state():
-    """Tensors on both sides of 65,536 elements, in both float types, and an integer one."""
-    torch.manual_seed(0)
-    return {
+def test_what_is_stored_and_how():
+    """Of tensors on both sides of 65,536 elements, in both float types, and an integer one."""
+    artifact, payload = train_gpt.quantize({
         "tok_emb.weight": torch.randn(300, 256).bfloat16(), "blocks.0.mlp.fc.weight": torch.randn(512, 256),
         "blocks.0.attn.c_q.weight": torch.randn(256, 256), "blocks.0.attn_scale": torch.randn(256),
-        "long_vector": torch.randn(70_000), "flat": torch.zeros(65_537), "steps": torch.arange(5),
-    }
-
-
-def test_what_is_stored_and_how():
-    artifact, payload = train_gpt.quantize(wide_state(), tiny_config())
+        "long_vector": torch.randn(70_000), "flat": torch.zeros(65_537), "steps": torch.arange(5)}, tiny_config())
     assert artifact["__quant_format__"] == "int8_clean_per_row_v1"
     assert set(artifact["quantized"]) == {"tok_emb.weight", "blocks.0.mlp.fc.weight", "long_vector", "flat"}
     assert all(t.dtype == torch.int8 for t in artifact["quantized"].values())
     scales, kept = artifact["scales"], artifact["passthrough"]
     assert scales["tok_emb.weight"].shape == (300,) and scales["tok_emb.weight"].dtype == torch.float16
+    assert scales["flat"] == 1.0 and artifact["quantized"]["flat"].eq(0).all()
     assert scales["long_vector"].shape == () and scales["long_vector"].dtype == torch.float32
     assert artifact["dtypes"]["tok_emb.weight"] == "bfloat16"
     assert artifact["qmeta"]["tok_emb.weight"] == {"scheme": "per_row", "axis": 0} and "long_vector" not in artifact["qmeta"]
