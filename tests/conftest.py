@@ -32,9 +32,6 @@ TINY = {
     "COMPILE": "0", "OUT_DIR": ".",
 }
 
-
-PLAIN_KERNEL = "flash"  # what CPUs run if the model is not compiled
-
 # Where tiktoken's files lie beside the repository, its tests need no network.
 if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(REPOSITORY.parent / "shared" / "tiktoken_cache"))

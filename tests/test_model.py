@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import PLAIN_KERNEL, tiny_config
+from conftest import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_logits_equal_an_independent_reference(changes):
     torch.testing.assert_close(model.logits(model.hidden(tokens)), reference_logits(model, tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("asked, wanted", [("math", "math"), (PLAIN_KERNEL, PLAIN_KERNEL), ("auto", PLAIN_KERNEL)])
+@pytest.mark.parametrize("asked, wanted", [("math", "math"), ("flash", "flash"), ("auto", "flash")])
 def test_the_kernel_that_is_left_on_is_the_one_that_is_reported(asked, wanted):
     assert train_gpt.choose_attention(tiny_config(attn=asked), CPU) == wanted
     flags = torch.backends.cuda
@@ -161,7 +161,7 @@ def attention_and_gradients(kernel, q, k, v, dy):
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
-@pytest.mark.parametrize("kernel", [PLAIN_KERNEL, "tiled"])
+@pytest.mark.parametrize("kernel", ["flash", "tiled"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 3, 4, 61, 128, 130])  # four tiles, even, uneven or fewer
 def test_kernels_compute_what_the_math_kernel_does(kernel, kv_heads, length):
@@ -175,9 +175,9 @@ def test_kernels_compute_what_the_math_kernel_does(kernel, kv_heads, length):
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), PLAIN_KERNEL),
-    (dict(eval_seq_len=2048), PLAIN_KERNEL),
-    (dict(compile="0"), PLAIN_KERNEL), (dict(dtype="float32"), "tiled"), (dict(compile="0", attn="tiled"), "tiled")])
+    (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), "flash"),
+    (dict(eval_seq_len=2048), "flash"),
+    (dict(compile="0"), "flash"), (dict(dtype="float32"), "tiled"), (dict(compile="0", attn="tiled"), "tiled")])
 def test_tiled_attention_is_for_compiled_models_with_short_rows(changes, wanted):
     config = tiny_config(**{"attn": "auto", "compile": "1", "dtype": "bfloat16", "micro_batch_tokens": 0, **changes})
     assert train_gpt.choose_attention(config, CPU) == wanted
