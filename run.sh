@@ -56,18 +56,24 @@ if [ "${1:-}" = test ]; then
 fi
 
 preset=
+settings=()
 vocabulary=1024
 tokenizer=sp1024  # of the speeches
-if [ "${1:-}" = --preset ]; then
-  preset=records/presets/${2:-}.env
-  [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
-  vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
-  tokenizer=unigram$vocabulary
-  shift 2
-fi
-for word in "$@"; do
-  [[ $word = [!-]*=* ]] || fail "$word is not NAME=value, --help, test or, in front of the others, --preset NAME"
+while [ $# -gt 0 ]; do
+  if [ "$1" = --preset ]; then
+    preset=records/presets/${2:-}.env
+    [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
+    vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
+    tokenizer=unigram$vocabulary
+    shift
+  elif [[ $1 = [!-]*=* ]]; then
+    settings+=("$1")
+  else
+    fail "$1 is not NAME=value, --preset NAME, --help or test"
+  fi
+  shift
 done
+set -- ${settings[@]+"${settings[@]}"}
 install requirements.txt
 given=" $* "
 arguments=()

@@ -24,7 +24,9 @@ from pathlib import Path
 import numpy as np
 from shards import ShardWriter, finish, write_dataset
 from sources import Reader, cut_lines
-from tokenization import BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, load_tokenizer
+from tokenization import (
+    BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, import_sentencepiece, load_tokenizer,
+)
 
 BATCH_DOCUMENTS = 512  # encoded at a time, or fewer if they are long
 DOCUMENT_CHARS = 1 << 20  # longer documents are cut, which bounds the memory
@@ -88,7 +90,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool 
 
     Text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
     characters without a piece, and nothing is normalised."""
-    import sentencepiece
+    sentencepiece = import_sentencepiece()
     if not any(text.strip() for text in sample):
         raise ValueError(f"--tokenizer {name} is learnt from the training documents of a SOURCE, which have no text")
     if folds_case:

@@ -164,7 +164,7 @@ class Reader:
         self.seen = set()  # files, without links
         self.skipped = Counter()  # files by reason
         self.bad = 0  # documents that cannot be read
-        self.first_bad = ""  # what was wrong, and where
+        self.first_bad = []  # what was wrong with the first three, and where
         self.marked = 0  # documents that contain MARKER
         self.dropped = 0  # documents that prepare.py leaves out of the training split
 
@@ -189,7 +189,7 @@ class Reader:
                         if not self.options.skip_bad:
                             raise ValueError(problem) from None
                         self.bad += 1
-                        self.first_bad = self.first_bad or problem
+                        self.first_bad = [*self.first_bad, problem][:3]
                     else:
                         self.marked += MARKER in text
                         yield text
@@ -209,10 +209,14 @@ class Reader:
 
     def walk(self, path: Path) -> Iterator[Path]:
         """Yield the text files in a folder and in those below it; count the others."""
-        for place, folders, names in os.walk(path):
+        walked = set()
+        for place, folders, names in os.walk(path, followlinks=True):
+            if os.path.realpath(place) in walked:  # a link to a folder that holds it
+                folders.clear()
+                continue
+            walked.add(os.path.realpath(place))
             self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
             folders[:] = [name for name in folders if not name.startswith(".")]
-            self.skipped["links to folders"] += sum(Path(place, name).is_symlink() for name in folders)
             for file in (Path(place, name) for name in names if not name.startswith(".")):
                 if file.is_file() and (format_of(file) in FORMATS or is_text(file)):
                     yield file
@@ -240,7 +244,7 @@ class Reader:
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
         lines = [f"read {len(self.seen):,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
         if self.bad:
-            lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {self.first_bad}")
+            lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {'; '.join(self.first_bad)}")
         if self.marked:
             lines.append(f"warning: {MARKER} is ordinary text in {self.marked:,} documents; if it stands between the documents "
                          f"of a text file, use --separator '{MARKER}'")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,15 @@ class Tokenizer:
         return np.array([len(token) for token in self.token_bytes])
 
 
+def import_sentencepiece():
+    """Import sentencepiece. Raises ValueError if it cannot return NumPy arrays yet, and ImportError."""
+    import sentencepiece
+    found = version("sentencepiece")
+    if [int(part) for part in re.findall(r"\d+", found)[:3]] < [0, 2, 2]:
+        raise ValueError(f"sentencepiece 0.2.2 or newer is needed, not {found}: pip install -U sentencepiece")
+    return sentencepiece
+
+
 class SentencePieceTokenizer(Tokenizer):
     kind = "sentencepiece"
 
@@ -164,7 +174,7 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
     Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
     try:
         if spec.endswith(".model"):
-            import sentencepiece
+            sentencepiece = import_sentencepiece()
             tokenizer = SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=spec))
         elif spec.endswith(".json"):
             tokenizer = TableTokenizer(spec)

@@ -17,6 +17,7 @@ RULE = "=" * 100  # divides source, machine and lines in a text log
 # CHECKPOINT_DIR and TRACKERS.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
                             "KEEP_CHECKPOINTS", "TRACKERS"}
+MANY_EPOCHS, LARGE_GAP = 4, 1.0  # nats: a model that reads a small text often learns it by heart
 # Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; float16 for V100 and T4, which lack bfloat16.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
                "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125,
@@ -80,13 +81,17 @@ def summarize(log: Path) -> str:
     folder = Path(latest["config"]["config"]["OUT_DIR"])
     if "final" not in latest:
         return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
-    final, export = latest["final"], latest.get("export")
+    final, export, train = latest["final"], latest.get("export"), latest.get("train")
     run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
+    warning = ""
+    if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
+        warning = (f"\nwarning: it read its text {train['epoch']:.0f} times and knows it far better than other text ("
+                   f"{train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): use more text or fewer steps")
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code
+{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warning}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      .venv/bin/python logs/sample.py {run} --interactive

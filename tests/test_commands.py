@@ -150,7 +150,7 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
     assert "PYTHON names the interpreter" in shell(checkout, "run.sh", "--help").stdout
     for word in ("tset", "data/datasets/mine", "--epochs"):
         result = shell(checkout, "run.sh", word)
-        assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --help, test or, in front of the others, --preset NAME\n"
+        assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
     shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     result = shell(checkout, "run.sh", "--preset", "x")
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: baseline cpu_1mb cpu_1mb_avx2 h100_")
@@ -169,7 +169,7 @@ def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
 *prepare.py*) mkdir -p data/datasets/sotu_unigram2048; touch data/datasets/sotu_unigram2048/manifest.json; echo "$*" ;;
 *) touch logs/x.txt ;;
 esac""")
-    result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh --preset cpu_1mb NUM_LAYERS=2")
+    result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh NUM_LAYERS=2 --preset cpu_1mb")
     assert result.returncode == 0, result.stderr
     assert "data/prepare.py sotu --tokenizer unigram2048 --out data/datasets/sotu_unigram2048" in result.stdout
     command = next(line for line in result.stdout.splitlines() if line.startswith(".venv/bin/python train_gpt.py")).split()

@@ -101,15 +101,16 @@ def test_documents_between_separators(tmp_path, monkeypatch):
 
 
 def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "texts"
-    for place in (folder / "deep", folder / ".git"):
+    folder, other = tmp_path / "texts", tmp_path / "other"
+    for place in (folder / "deep", folder / ".git", other):
         place.mkdir(parents=True)
-    names = ["B.TXT", "c.md", "no_ending", "deep/f.py", os.fsdecode(b"gr\xf6\xdfe.txt")]
+    names = ["B.TXT", "c.md", "no_ending", "deep/f.py", "../other/linked.txt", os.fsdecode(b"gr\xf6\xdfe.txt")]
     for name in names:
         (folder / name).write_text(ascii(name))
     long = "x" + "\u00e9" * sources.SNIFF_CHARS  # a character is cut where the look at the file ends
     (folder / "long.md").write_text(long)
     (folder / "link.txt").symlink_to(folder / "c.md")
+    (folder / "link").symlink_to(other)
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / ".git" / "config").write_text("hidden")
@@ -117,8 +118,8 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     make(monkeypatch, tmp_path / "out", folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
     assert sorted(all_documents(tmp_path / "out")) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
-    assert "read 6 files; skipped 2 given twice, " in output
-    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "1 links to folders"))
+    assert "read 7 files; skipped 2 given twice, " in output
+    assert all(part in output for part in ("1 .png", "1 hidden", "1 without"))
 
 
 @pytest.mark.parametrize("name, content, wanted", [

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 
+import events
 import export_hf
 import pytest
 import sample
@@ -174,6 +175,16 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", 
         "SLURM_JOB_ID": "12034"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "rack[1-2]n[3-4],x1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("epoch, loss, warns", [(8.0, 4.6, True), (3.0, 4.6, False), (8.0, 2.0, False)])
+def test_a_text_that_was_learnt_by_heart_is_a_warning(tmp_path, epoch, loss, warns):
+    log = tmp_path / "mine.jsonl"
+    found = [dict(event="config", config={"OUT_DIR": "x"}), dict(event="train", epoch=epoch, train_loss=1.5),
+             dict(event="val", train_time_ms=9.0), dict(event="export", artifact_bytes=1, code_bytes=1),
+             dict(event="final", step=9, val_loss=loss, val_bpb=1.0)]
+    log.write_text("\n".join(map(json.dumps, found)))
+    assert ("use more text or fewer steps" in events.summarize(log)) == warns
 
 
 def launched(variables):
