@@ -45,13 +45,13 @@ def test_quantities_are_computed_from_console_and_events():
 def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
     sides = [("old", [{"export_s": 3.0, "first_start_s": 9.0}, {"export_s": 1.0}, {"export_s": 2.0}]),
              ("new", [{"export_s": 1.5}, {"export_s": 0.9}, {"export_s": 1.6}])]
-    assert bench.median_table("cpu-small", sides, bench.ROWS) == """\
+    assert bench.median_table("cpu-small", sides) == """\
 | cpu-small | old | new | ratio of each round |
 |---|---|---|---|
 | export, s | 2.00 (1.00 to 3.00) | 1.50 (0.90 to 1.60) | 0.800 (0.500 to 0.900) |
 | first start to first step, s | 9.0 |  |  |
 """
-    assert bench.median_table("cpu-small", sides[1:], bench.ROWS) == """\
+    assert bench.median_table("cpu-small", sides[1:]) == """\
 | cpu-small | new |
 |---|---|
 | export, s | 1.50 (0.90 to 1.60) |
@@ -63,22 +63,15 @@ def test_every_configuration_is_one_of_the_trainers():
     assert shapes["cpu-preset"]["NUM_LAYERS"] == "3" and shapes["gpu-preset"]["VOCAB_SIZE"] == "8192"  # of the presets' files
 
 
-def test_older_commits_get_the_variables_that_they_have(tmp_path, capsys):
-    script = tmp_path / "train_gpt.py"
-    script.write_text('class Config:\n    attn: str = var("auto")\n    compile: str = var("auto")\n')
-    assert bench.known_to(script, {"ATTN": "math", "FUSED": "0", "COMPILE": "1"}) == {"ATTN": "math", "COMPILE": "1"}
-    assert "FUSED=0" in capsys.readouterr().out
-
-
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
-def test_two_commits_are_compared_and_phases_are_timed_and_profiled(tmp_path):
+def test_two_commits_are_compared_and_steps_are_profiled(tmp_path):
     command = [sys.executable, str(REPOSITORY / "records" / "lab" / "bench.py"), "cpu-small", "--against", "HEAD",
-               "--phases", "--fake-ranks", "4", "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
+               "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    table, phases = re.findall(r"(?:^\|.*\n)+", done.stdout, re.M)
+    table = re.search(r"(?:^\|.*\n)+", done.stdout, re.M)[0]
     heading, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert heading[0] == "cpu-small" and heading[2].startswith(heading[1])  # a commit, and maybe changes
     assert heading[3] == "ratio of each round"
@@ -92,9 +85,6 @@ def test_two_commits_are_compared_and_phases_are_timed_and_profiled(tmp_path):
         assert low < before < high and low < after < high, title
     before, after, ratio = numbers["training, tokens/s"]
     assert ratio == pytest.approx(after / before, abs=0.01)
-    times_ms = dict(line.strip("| ").split(" | ") for line in phases.splitlines()[2:])
-    assert list(times_ms) == ["load", "forward", "backward", "optimizer"]
-    assert 0 < float(times_ms["forward"]) < 10_000
     trace = json.loads(gzip.decompress((tmp_path / "traces" / "cpu-small.trace.json.gz").read_bytes()))
     optimizer_steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#Muon.step")]
     assert len(optimizer_steps) == 3

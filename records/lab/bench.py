@@ -4,16 +4,12 @@
     python records/lab/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
     python records/lab/bench.py gpu-default --with 'ATTN=flash TORCHINDUCTOR_ENABLE_PDL=1'    this checkout, without and with these
     python records/lab/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
-    python records/lab/bench.py cpu-small --phases               also the phases of a step of this checkout
-    python records/lab/bench.py gpu-default --phases --fake-ranks 8    those of rank 0 of eight, whose exchanges only copy
     python records/lab/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
-commit since 8d04a07. Each side has its own compiler cache, which is empty at the first start. Words of --with that are no
-variables of train_gpt.py go to the environment.
-
---profile DIR writes NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev; with CUDA also
-NAME.memory.pickle, each allocation and where it was made, for https://docs.pytorch.org/memory_viz.
+commit since 8d04a07 that has the configuration's variables. Each side has its own compiler cache, which is empty at the
+first start. Words of --with that are no variables of train_gpt.py go to the environment. --profile DIR writes
+NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev.
 """
 
 import argparse
@@ -125,67 +121,9 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict
 # ---- Inside the trainer's process ----------------------------------------------------------------------
 
 
-def be_rank_0_of(world_size: int) -> None:
-    """Let the trainer of this process be rank 0 of several whose exchanges only copy: all of a step but the wire."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    train_gpt.start_ranks = lambda config: train_gpt.Ranks(0, world_size, torch.device(kind, 0 if kind == "cuda" else None))
-    make_trainer = train_gpt.Trainer.__init__
-
-    def own_gradients(state, bucket) -> torch.futures.Future[torch.Tensor]:
-        """The average of the ranks' gradients, as if all had the same; the fake group has no result that DDP could wait for."""
-        tensor = bucket.buffer()
-        future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else [])
-        future.set_result(tensor)
-        return future
-
-    def init(trainer, *args, **kwargs) -> None:
-        make_trainer(trainer, *args, **kwargs)
-        trainer.ddp.register_comm_hook(None, own_gradients)
-
-    train_gpt.Trainer.__init__ = init
-
-
-def phases_worker(skip: int, output: str) -> None:
-    """Run train_gpt.py with the arguments of this process and write the ms that each phase takes in a step, a
-    mean over the steps after the first `skip`, to a .json file. Each phase waits for the device; the
-    backward contains the exchange of gradients, the optimizer Muon's all-gather."""
-    plain_step = train_gpt.Trainer.train_step
-    spent_ms = dict.fromkeys(("load", "forward", "backward", "optimizer"), 0.0)
-
-    def measure_calls(phase: str, owner, name: str, ranks) -> None:
-        function = getattr(owner, name)
-
-        def timed(*args, **kwargs):
-            start_ms = ranks.now_ms()
-            value = function(*args, **kwargs)
-            spent_ms[phase] += ranks.now_ms() - start_ms
-            return value
-        setattr(owner, name, timed)
-
-    def train_step(trainer, batches):
-        step, ranks = trainer.clock.step, trainer.ranks
-        if step == skip:  # not in the warm-up, whose steps are all the first
-            measure_calls("load", train_gpt.TokenLoader, "batches", ranks)
-            measure_calls("forward", type(trainer.model), "__call__", ranks)
-            measure_calls("backward", torch.Tensor, "backward", ranks)
-            for optimizer in trainer.optimizers:
-                measure_calls("optimizer", optimizer, "step", ranks)
-        result = plain_step(trainer, batches)
-        if ranks.rank == 0:
-            steps = step + 1 - skip
-            counts = {**dict.fromkeys(spent_ms, steps), "load": steps - 1}  # the first batch was read before
-            means = {phase: total / counts[phase] for phase, total in spent_ms.items() if counts[phase] > 0}
-            Path(output).write_text(json.dumps(means), encoding="utf-8")
-        return result
-
-    train_gpt.Trainer.train_step = train_step
-
-
 def profile_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process. Rank 0 profiles three steps after the first `skip` and writes
-    OUTPUT.trace.json.gz, the slowest kernels to OUTPUT.txt and, with CUDA, OUTPUT.memory.pickle."""
+    OUTPUT.trace.json.gz, and the slowest kernels to OUTPUT.txt."""
     plain_step = train_gpt.Trainer.train_step
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
@@ -194,30 +132,18 @@ def profile_worker(skip: int, output: str) -> None:
     def train_step(trainer, batches):
         step, is_main = trainer.clock.step, trainer.ranks.rank == 0
         if step == skip and is_main:
-            if on_gpu:
-                torch.cuda.memory._record_memory_history()
             profiler.start()
         result = plain_step(trainer, batches)
         if step == skip + 2 and is_main:
             trainer.ranks.now_ms()  # the device has ended, too
             profiler.stop()
             profiler.export_chrome_trace(f"{output}.trace.json.gz")
-            if on_gpu:
-                torch.cuda.memory._dump_snapshot(f"{output}.memory.pickle")
-                torch.cuda.memory._record_memory_history(enabled=None)
             order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
             text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
             Path(f"{output}.txt").write_text(text, encoding="utf-8")
         return result
 
     train_gpt.Trainer.train_step = train_step
-
-
-def be_worker(kind: str, skip: str, output: str, fake_ranks: str) -> None:
-    """Run the trainer in this process, and measure what `kind` says."""
-    if int(fake_ranks):
-        be_rank_0_of(int(fake_ranks))
-    {"phases": phases_worker, "profile": profile_worker}[kind](int(skip), output)
     sys.exit(train_gpt.main())
 
 
@@ -232,19 +158,15 @@ def git(*arguments: str) -> str:
     return done.stdout
 
 
-def known_to(script: Path, variables: dict[str, str]) -> dict[str, str]:
-    """Return the variables that the script of an older commit has; print the others."""
-    fields = re.findall(r"^    (\w+): ", script.read_text(encoding="utf-8"), re.M)
-    unknown = [f"{name}={text}" for name, text in variables.items() if name.lower() not in fields]
-    if unknown:
-        print(f"The older commit has no variables for {' '.join(unknown)} and runs without.\n")
-    return {name: text for name, text in variables.items() if name.lower() in fields}
-
-
 def variables_of(words: list[str]) -> dict[str, str]:
     """Return the settings of NAME=value and @FILE words, the last of each name. Raises ValueError and OSError."""
     overrides = train_gpt.load_config(words, {})[1]
     return {name: text for name, (text, _) in overrides.items()}
+
+
+def words_of(variables: dict[str, str]) -> list[str]:
+    """Return NAME=value words."""
+    return [f"{name}={text}" for name, text in variables.items()]
 
 
 def cell(values: list[float], digits: int) -> str:
@@ -253,13 +175,12 @@ def cell(values: list[float], digits: int) -> str:
     return texts[0] if len(values) < 2 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def median_table(name: str, sides: list[tuple[str, list[dict]]], rows: dict[str, tuple[str, int]]) -> str:
-    """Return a Markdown table with a row for each quantity that was measured and a column for each commit. For
-    two commits, the last column is the second divided by the first, round by round: the median and the range.
-    From nine rounds on, the range leaves out the lowest and the highest: it holds the true median with 96 % or
-    more."""
+def median_table(name: str, sides: list[tuple[str, list[dict]]]) -> str:
+    """Return a Markdown table with a row for each quantity that was measured and a column for each side. With two
+    sides, the last column is the second divided by the first, round by round: the median and the range. From nine
+    rounds on, the range leaves out the lowest and the highest: it holds the true median with 96 % or more."""
     lines = []
-    for key, (title, digits) in rows.items():
+    for key, (title, digits) in ROWS.items():
         values = [[found[key] for found in measured if key in found] for _, measured in sides]
         cells = [cell(of_side, digits) for of_side in values]
         if len(sides) == 2:
@@ -286,7 +207,7 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
     if options.against:
         script = folder / "train_gpt.py"
         script.write_text(git("show", f"{options.against}:train_gpt.py"), encoding="utf-8")
-        sides.insert(0, (git("rev-parse", "--short", options.against).strip(), script, known_to(script, variables), {}))
+        sides.insert(0, (git("rev-parse", "--short", options.against).strip(), script, variables, {}))
     elif more := pairs_of(options.with_words.split()):
         fields = {field.name.upper() for field in train_gpt.fields(train_gpt.Config)}
         changed = {name: text for name, text in more.items() if name in fields}
@@ -297,39 +218,24 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
         for i, (_, script, its, environment) in enumerate(sides):
             command = [*launcher(options.ranks), str(script), *words_of(its)]
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
-    print(median_table(name, measured, ROWS), flush=True)
-    cache = folder / ("cache1" if options.against else "cache0")  # compiled before
-    variables["ITERATIONS"] = str(max(skip + 3, int(variables["ITERATIONS"])))
-
-    def work(kind: str, output: Path) -> None:
-        """Run a worker of that kind, which writes to `output`."""
-        command = [*launcher(options.ranks), __file__, "--worker", kind, str(skip), str(output), str(options.fake_ranks)]
-        measure([*command, *words_of(variables)], skip, folder, cache, {})
-
-    if options.phases:
-        work("phases", folder / "phases.json")
-        phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
-        print(median_table(f"{name}, ms per step", [(here, [phases])], {phase: (phase, 1) for phase in phases}), flush=True)
+    print(median_table(name, measured), flush=True)
     if options.profile:
+        cache = folder / f"cache{int(bool(options.against))}"  # compiled before
+        variables["ITERATIONS"] = str(max(skip + 3, int(variables["ITERATIONS"])))
         options.profile.mkdir(parents=True, exist_ok=True)
         output = options.profile.resolve() / name
-        work("profile", output)
+        command = [*launcher(options.ranks), __file__, "--worker", str(skip), str(output), *words_of(variables)]
+        measure(command, skip, folder, cache, {})
         print(Path(f"{output}.txt").read_text(encoding="utf-8"))
         print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))))
 
 
-def words_of(variables: dict[str, str]) -> list[str]:
-    """Return NAME=value words."""
-    return [f"{name}={text}" for name, text in variables.items()]
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        arguments = sys.argv[2:6]
-        del sys.argv[1:6]
-        be_worker(*arguments)
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+        skip, output = sys.argv[2:4]
+        del sys.argv[1:4]
+        profile_worker(int(skip), output)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help="settings NAME=value, and configurations: "
                         + ", ".join(CONFIGURATIONS))
     parser.add_argument("--against", metavar="REV", help="a commit to measure in turn with this checkout")
@@ -338,15 +244,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each side (default: 3)")
     parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
-    parser.add_argument("--phases", action="store_true", help="also time the phases of this checkout's steps")
-    parser.add_argument("--fake-ranks", type=int, default=0, metavar="N", help="for --phases and --profile: rank 0 of N")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
-    for name in names:
-        if name not in CONFIGURATIONS:
-            parser.error(f"configuration {name!r} must be one of {', '.join(CONFIGURATIONS)}")
+    if unknown := set(names) - CONFIGURATIONS.keys():
+        parser.error(f"configuration {' '.join(unknown)} must be one of {', '.join(CONFIGURATIONS)}")
     if not names:
         device = "gpu" if gpu_names() else "cpu"
         names = [name for name in CONFIGURATIONS if name.startswith(device)]
