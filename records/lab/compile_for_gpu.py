@@ -1,20 +1,16 @@
-"""Compile the training step's graph for an H100 on a machine that has none; count its kernels and bytes.
+"""Let Inductor write the kernels of a training step for an H100 on a machine that has none; count them and their bytes.
 
-    python records/lab/compile_for_gpu.py                        every case
-    python records/lab/compile_for_gpu.py default-4096           one case
-    python records/lab/compile_for_gpu.py --code /tmp/code       keep the generated code and lists of kernels
-    python records/lab/compile_for_gpu.py --quick --script OLD/train_gpt.py NUM_LAYERS=2     another script, more settings
+    python records/lab/compile_for_gpu.py                           every case
+    python records/lab/compile_for_gpu.py default-4096 NUM_LAYERS=2    one case, with another setting
 
 It needs a CUDA build of PyTorch 2.14.1 (5.5 GB in a virtual environment of its own), but no driver. It traces forward and
-backward of one micro-batch with fake tensors, lets Inductor write kernels for compute capability 9.0, and compiles each of them
-with ptxas. Attention is an opaque kernel in the graph, as PyTorch's attention kernels are to Inductor. Nothing is executed: this
-shows that the graph compiles and what it reads and writes, not that its results are right. The milliseconds are calculated from
-the rates below.
+backward of one micro-batch with fake tensors and lowers them for compute capability 9.0. Attention is an opaque kernel in the
+graph, as PyTorch's attention kernels are to Inductor. Nothing is executed: this shows what the graph reads and writes, not that
+its results are right. The milliseconds are calculated from the rates below.
 """
 
 import argparse
 import collections
-import importlib
 import math
 import os
 import re
@@ -24,6 +20,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
 PRESETS = ROOT / "records" / "presets"
 TORCH = "2.14.1"  # Inductor's interfaces change with each release
 CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
@@ -163,7 +163,7 @@ def flops_of(node, kind: str) -> float:
 
 
 def lower(gm, inputs, is_backward: bool, plans: dict) -> None:
-    """Lower one half of the graph for a fake CUDA device; keep its nodes and its code."""
+    """Lower one half of the graph for a fake CUDA device; keep kind, bytes and FLOP of each node in plans[is_backward]."""
     from torch._inductor import compile_fx, graph
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -178,14 +178,9 @@ def lower(gm, inputs, is_backward: bool, plans: dict) -> None:
     FakeTensorProp(gm, mode=mode).propagate_dont_convert_inputs(*inputs)
 
     def keep(lowering):
-        code, _ = lowering.codegen()
-        nodes = []
-        for node in lowering.scheduler.nodes:
-            kind = kind_of(node)
-            names = " ".join(sorted(str(origin) for part in node.get_nodes() for origin in
-                                    getattr(part.node, "origins", ())))
-            nodes.append((kind, traffic(node), flops_of(node, kind), names))
-        plans[is_backward] = nodes, getattr(code, "value", code)
+        lowering.codegen()
+        kinds = [(node, kind_of(node)) for node in lowering.scheduler.nodes]
+        plans[is_backward] = [(kind, traffic(node), flops_of(node, kind)) for node, kind in kinds]
         raise Planned
 
     graph.GraphLowering.compile_to_module = keep
@@ -199,15 +194,15 @@ def lower(gm, inputs, is_backward: bool, plans: dict) -> None:
             raise
 
 
-def plan(trainer, config, rows: int) -> dict:
-    """The nodes and the code of forward and backward of a micro-batch, by whether it is the backward."""
+def plan(config: train_gpt.Config, rows: int) -> dict[bool, list[tuple[str, int, float]]]:
+    """The nodes of forward and backward of a micro-batch, by whether it is the backward. Raises what the compiler raises."""
     from functorch.compile import aot_module_simplified, min_cut_rematerialization_partition
     from torch._functorch import config as functorch_config
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     plans = {}
-    trainer.causal_attention = lambda q, k, v, *_: torch.ops.plan.attention(q, k, v)[0]
-    model = trainer.GPT(config)
+    train_gpt.causal_attention = lambda q, k, v, *_: torch.ops.plan.attention(q, k, v)[0]
+    model = train_gpt.GPT(config)
     functorch_config.force_non_lazy_backward_lowering = True
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
@@ -232,60 +227,22 @@ def plan(trainer, config, rows: int) -> dict:
     return plans
 
 
-def compile_kernels(plans: dict) -> int:
-    """Compile every Triton kernel with ptxas, in every variant; return how many kernels there are."""
-    from torch._inductor import config as inductor_config
-    from torch._inductor.codecache import PyCodeCache
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    names = set()
-    inductor_config.use_static_triton_launcher = False
-
-    def precompile(self, *_, **__):
-        for config in self.configs:
-            assert self._precompile_config(config).kernel.asm["cubin"]
-        names.add(self.fn.__name__)
-
-    CachingAutotuner.precompile = precompile
-    for _, code in plans.values():
-        PyCodeCache.load(code)
-    return len(names)
-
-
-def count(plans: dict) -> dict:
+def count(plans: dict[bool, list[tuple[str, int, float]]]) -> dict[str, float]:
     """Kernels, GB and TFLOP of each kind, and the calculated ms of the micro-batch with each attention."""
     row = {}
     for kind in ("attention", "elementwise", "product"):
-        nodes = [node for half, _ in plans.values() for node in half if node[0] == kind]
+        nodes = [node for half in plans.values() for node in half if node[0] == kind]
         row[f"{kind} kernels"] = len(nodes)
         row[f"{kind} GB"] = round(sum(node[1] for node in nodes) / 1e9, 3)
         if kind != "elementwise":
             row[f"{kind} TFLOP"] = round(sum(node[2] for node in nodes) / 1e12, 3)
     for name, rates in ATTENTION.items():
         seconds = 0.0
-        for is_backward, (nodes, _) in plans.items():
-            for kind, size, flops, _ in nodes:
+        for is_backward, nodes in plans.items():
+            for kind, size, flops in nodes:
                 rate = rates[is_backward] if kind == "attention" else PRODUCT
                 seconds += max(flops / rate, size / MEMORY) + LAUNCH if kind else 0.0
         row[f"{name} ms"] = round(1000 * seconds, 2)
-    return row
-
-
-def measure(script: Path, rows: int, settings: list[str], code: Path | None, with_ptxas: bool) -> dict:
-    """Plan a micro-batch of a script's model; return its row of the table. Raises what the compiler raises."""
-    sys.path.insert(0, str(script.resolve().parent))
-    trainer = importlib.import_module(script.stem)
-    config, _ = trainer.load_config([*settings, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
-    plans = plan(trainer, config, rows)
-    row = count(plans)
-    if with_ptxas:
-        row["Triton kernels"] = compile_kernels(plans)
-    if code:
-        code.mkdir(parents=True, exist_ok=True)
-        for is_backward, (nodes, text) in plans.items():
-            name = "backward" if is_backward else "forward"
-            (code / f"{name}.py").write_text(text, encoding="utf-8")
-            lines = [f"{size / 1e6:8.1f} MB  {kind or 'other':12} {origins}" for kind, size, _, origins in nodes]
-            (code / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return row
 
 
@@ -300,9 +257,6 @@ def missing() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="CASE or NAME=value", help=", ".join(CASES))
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py")
-    parser.add_argument("--code", type=Path, help="a folder for the generated code and the list of kernels")
-    parser.add_argument("--quick", action="store_true", help="leave ptxas out")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"compile_for_gpu.py: {reason}")
@@ -315,9 +269,8 @@ def main() -> None:
     for name in names:
         torch.compiler.reset()
         rows, settings = CASES[name]
-        place = options.code / name if options.code else None
-        found = measure(options.script, rows, settings.split() + extra, place, not options.quick)
-        print(name, *(f"{key}: {value}" for key, value in found.items()), sep="\n    ", flush=True)
+        config, _ = train_gpt.load_config([*settings.split(), *extra, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
+        print(name, *(f"{key}: {value}" for key, value in count(plan(config, rows)).items()), sep="\n    ", flush=True)
 
 
 if __name__ == "__main__":
