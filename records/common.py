@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "logs"))
+sys.path[:0] = [str(ROOT), str(ROOT / "logs")]
 
 from events import read_events  # noqa: E402
 

@@ -1,7 +1,7 @@
-"""Score the artifacts of a record again: as its script does, and by the logits of its model, whose loss is computed here.
+"""Score the artifacts of a record again: by the logits of the record's model, whose loss is computed here.
 
-Both run in a new folder with the script, logits_server.py, one artifact, the validation shards, their manifest and the
-tokenizer. check_data hashes the shards and the tokenizer that track.json pins.
+The script runs in a new folder with logits_server.py and one artifact. It sees no shards, and its own evaluation is not run.
+check_data hashes the shards and the tokenizer that track.json pins.
 """
 
 import math
@@ -11,15 +11,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
+from contextlib import chdir, suppress
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from common import ROOT  # first: it finds the reader of logs
-
-from events import read_events
+from common import ROOT
 from rules import Findings
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
@@ -46,116 +43,83 @@ def check_data(seed: dict, findings: Findings) -> None:
                        "division's tokenizer")
 
 
-def copy_inputs(folder: Path, seed: dict, artifact: Path, place: Path) -> dict[str, str]:
-    """Copy what scoring needs into the folder `place`; return the settings, of which none names another folder."""
-    shutil.copy(folder / "train_gpt.py", place)
-    shutil.copy(Path(__file__).with_name("logits_server.py"), place)
-    shutil.copy(artifact, place / "artifact.ptz")
-    (place / "data").mkdir()
-    data = ROOT / seed["settings"]["DATA_PATH"]
-    for path in (*data.glob("*_val_[0-9]*.bin"), *data.glob("manifest.json")):
-        shutil.copy(path, place / "data")
-    settings = {key: str(value) for key, value in seed["overrides"].items()
-                if key not in ("EVAL_STRIDE", "EVAL_SEQ_LEN", "ATTN")}  # no second score; the kernels of this machine
-    name = secrets.token_hex(8)  # unknown to the script, so that it cannot behave differently here
-    settings |= {"ITERATIONS": "0", "INIT_FROM": "artifact.ptz", "RUN_ID": name, "OUT_DIR": name, "DATA_PATH": "data",
-                 "SEED": str(seed["seed"]), "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0",
-                 "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
-    tokenizer = ROOT / seed["settings"]["TOKENIZER_PATH"]
-    if tokenizer.is_file():
-        shutil.copy(tokenizer, place / f"tokenizer{tokenizer.suffix}")
-        settings["TOKENIZER_PATH"] = f"tokenizer{tokenizer.suffix}"
-    return settings
-
-
-def scored_data(start: dict) -> tuple:
-    """Return a "config" event's or a seed's validation tokens and bytes, and the digests of the shards."""
-    digests = {file: digest for file, digest in (start.get("data_sha256") or {}).items() if "_val_" in file}
-    return start["val_tokens"], start["val_bytes"], digests
-
-
-def score_of_script(command: list[str], name: str, options: dict, seed: dict) -> float:
-    """Return the bits per byte that the script itself finds. It is stopped then, since older scripts score twice.
-    Raises ValueError."""
-    log = Path(options["cwd"], "logs", f"{name}.jsonl")
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors, **options) as script:
-        scored, is_running = None, True
-        while scored is None and is_running:
-            time.sleep(0.1)
-            is_running = script.poll() is None
-            events = read_events(log) if log.is_file() else []
-            scored = next((event for event in events if event["event"] in ("val", "final")), None)
-        script.kill()
-        errors.seek(0)
-        text = errors.read().decode(errors="replace")
-    if scored is None:
-        raise ValueError(f"scoring failed: {text[-300:] or 'its log has no score'}")
-    if scored_data(events[0]) != scored_data(seed):
+def read_validation(seed: dict):
+    """Return train_gpt.Validation of the text on this disk. Raises ValueError if a seed's log has other tokens or bytes."""
+    import train_gpt  # only here: it imports PyTorch
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
+    config, _ = train_gpt.load_config([f"{name}={seed['settings'][name]}" for name in names], {})
+    with chdir(ROOT):
+        validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
+    if (validation.count, validation.bytes) != (seed["val_tokens"], seed["val_bytes"]):
         raise ValueError("DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
-    return scored["val_bpb"]
+    return validation
 
 
-def score_of_logits(command: list[str], options: dict, seed: dict) -> tuple[float, float]:
-    """Return the bits per byte of the model's logits in float32, and the largest difference between logits of rows and of
-    their beginnings, which a model that sees later tokens would have. Raises ValueError."""
-    import torch
-    length = seed["settings"]["TRAIN_SEQ_LEN"]
-    paths = sorted(Path(options["cwd"], "data").glob("*_val_[0-9]*.bin"))
-    tokens = torch.from_numpy(np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths]).astype(np.int64))
-    count = (len(tokens) - 1) // length * length
-    rows = zip(*(part.view(-1, length).split(max(1, BATCH_TOKENS // length)) for part in (tokens[:count], tokens[1:count + 1])))
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **options) as server:
-        def ask(x: torch.Tensor) -> torch.Tensor:
-            with suppress(BrokenPipeError):  # it has ended, and answers nothing
-                server.stdin.write(np.array(x.shape).tobytes() + x.contiguous().numpy().tobytes())
-                server.stdin.flush()
-            size = x.numel() * vocabulary * 4
-            answer = server.stdout.read(size)
-            if len(answer) < size:
-                server.stdin.raw.close()  # what is still buffered has no reader
-                errors.seek(0)
-                raise ValueError(f"the model gives no logits: {errors.read().decode(errors='replace')[-300:]}")
-            return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(*x.shape, vocabulary)
+def start_server(folder: Path, seed: dict, artifact: Path, place: Path, errors) -> subprocess.Popen:
+    """Start logits_server.py in the new folder `place`, with the record's script and the artifact."""
+    for path in (folder / "train_gpt.py", Path(__file__).with_name("logits_server.py")):
+        shutil.copy(path, place)
+    shutil.copy(artifact, place / "artifact.ptz")
+    settings = {key: value for key, value in seed["overrides"].items() if key != "ATTN"}  # the kernels of this machine
+    settings |= {"INIT_FROM": "artifact.ptz", "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0",
+                 "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
+    kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    environment = {key: os.environ[key] for key in kept if key in os.environ}
+    environment["OMP_NUM_THREADS"] = str(seed["threads"])
+    command = [sys.executable, "logits_server.py", *(f"{key}={value}" for key, value in settings.items())]
+    return subprocess.Popen(command, cwd=place, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
 
-        pad = seed["settings"].get("VOCAB_PAD", 1)
-        vocabulary = math.ceil(seed["settings"]["VOCAB_SIZE"] / pad) * pad
-        nats, apart = 0.0, 0.0
-        for number, (x, y) in enumerate(rows):
-            logits = ask(x)
-            nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"))
-            if number % 8 == 0:
-                cut = 1 + secrets.randbelow(length)
-                apart = max(apart, float((ask(x[:1, :cut]) - logits[:1, :cut]).abs().max()))
-    return nats / math.log(2) / seed["val_bytes"], apart
+
+def ask(server: subprocess.Popen, x: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Return the logits, (rows, length, vocabulary), of rows of tokens. Raises ValueError if the server has ended."""
+    with suppress(BrokenPipeError):  # it has ended, and answers nothing
+        server.stdin.write(np.array(x.shape).tobytes() + x.tobytes())
+        server.stdin.flush()
+    answer = server.stdout.read(4 * x.size * vocabulary)
+    if len(answer) < 4 * x.size * vocabulary:
+        server.stdin.raw.close()  # what is still buffered has no reader
+        raise ValueError("the model gives no logits")
+    return np.frombuffer(answer, np.float32).reshape(*x.shape, vocabulary)
+
+
+def score_logits(server: subprocess.Popen, tokens: np.ndarray, settings: dict) -> tuple[float, float]:
+    """Return the loss of the server's logits in nats, summed over the tokens after the first, and the largest difference
+    between logits of rows and of their beginnings, which a model that sees later tokens would have. Raises ValueError."""
+    from torch import from_numpy, nn
+    length, pad = settings["TRAIN_SEQ_LEN"], settings.get("VOCAB_PAD", 1)
+    vocabulary = math.ceil(settings["VOCAB_SIZE"] / pad) * pad
+    inputs, targets = (part.astype(np.int64).reshape(-1, length) for part in (tokens[:-1], tokens[1:]))
+    rows = max(1, BATCH_TOKENS // length)
+    nats, apart = 0.0, 0.0
+    for number, at in enumerate(range(0, len(inputs), rows)):
+        logits = ask(server, inputs[at:at + rows], vocabulary)
+        flat = from_numpy(logits.reshape(-1, vocabulary).copy())
+        nats += float(nn.functional.cross_entropy(flat, from_numpy(targets[at:at + rows].ravel()), reduction="sum"))
+        if number % 8 == 0:
+            cut = 1 + secrets.randbelow(length)
+            beginning = ask(server, inputs[at:at + 1, :cut].copy(), vocabulary)
+            apart = np.maximum(apart, np.abs(beginning - logits[:1, :cut]).max())  # a NaN stays
+    return nats, apart
 
 
 def rerun(folder: Path, seed: dict, artifact: Path, findings: Findings) -> str:
-    """Score an artifact in both ways in new processes; return a line about it. The largest tensor is kept as
-    seed["largest"]."""
-    kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "TIKTOKEN_CACHE_DIR")
-    environment = {key: os.environ[key] for key in kept if key in os.environ}
-    environment["OMP_NUM_THREADS"] = str(seed["threads"])
+    """Score an artifact in a new process; return a line about it. The largest tensor is kept as seed["largest"]."""
     number = seed["seed"]
-    with tempfile.TemporaryDirectory() as place:
-        settings = copy_inputs(folder, seed, artifact, Path(place))
-        words = [f"{key}={text}" for key, text in settings.items()]
-        options = {"cwd": place, "env": environment}
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as errors:
         try:
-            theirs = score_of_script([sys.executable, "train_gpt.py", *words], settings["RUN_ID"], options, seed)
-            ours, apart = score_of_logits([sys.executable, "logits_server.py", *words], options, seed)
+            validation = read_validation(seed)
+            with start_server(folder, seed, artifact, Path(place), errors) as server:
+                nats, apart = score_logits(server, validation.tokens, seed["settings"])
             seed["largest"] = np.load(Path(place, "largest.npy")).ravel()
         except (ValueError, OSError) as error:
-            findings.append(f"seed {number}: {error}")
+            errors.seek(0)
+            findings.append(f"seed {number}: {error}: {errors.read().decode(errors='replace')[-300:]}".rstrip(": "))
             return f"seed {number}: not scored"
-    findings.check(abs(theirs - seed["val_bpb"]) <= RERUN_BPB,
-                   f"seed {number}: the artifact scores {theirs:.8f}, not {seed['val_bpb']:.8f}")
-    findings.check(abs(ours - seed["val_bpb"]) <= RERUN_BPB,
-                   f"seed {number}: the model's logits score {ours:.8f}, not {seed['val_bpb']:.8f}")
+    bpb = nats / math.log(2) / validation.bytes
+    findings.check(abs(bpb - seed["val_bpb"]) <= RERUN_BPB,
+                   f"seed {number}: the model's logits score {bpb:.8f}, not {seed['val_bpb']:.8f}")
     findings.check(apart <= PREFIX_LOGITS, f"seed {number}: logits change by {apart:.2g} with later tokens of the row")
-    return (f"seed {number}: scored again {theirs:.8f}, by its logits {ours:.8f}, in the log {seed['val_bpb']:.8f}, "
-            f"{theirs - seed['val_bpb']:+.1e}")
+    return f"seed {number}: scored again {bpb:.8f}, in the log {seed['val_bpb']:.8f}, {bpb - seed['val_bpb']:+.1e}"
 
 
 def check_weights(seeds: list[dict], findings: Findings) -> None:

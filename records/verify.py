@@ -2,15 +2,14 @@
 
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
-    python records/verify.py FOLDER --diff       also print what its script changes in that of its base, or of this checkout
 
 The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged
 completely and consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code:
-read it first. --artifacts DIR names the folder of artifacts that are too large for git.
+read it first. It also needs the artifacts that are too large for git: copy them into the folder.
 """
 
 import argparse
-import difflib
+import math
 import re
 import sys
 from hashlib import sha256
@@ -47,8 +46,9 @@ def read_submission(folder: Path, findings: Findings) -> dict:
     return submission
 
 
-def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: Findings) -> None:
-    """The folder must have its files and no others; artifacts, needed if small, must be the logs'."""
+def check_files(folder: Path, seeds: list[dict], largest: int, findings: Findings) -> list[dict]:
+    """The folder must have its files and no others, among them the artifacts of less than `largest` bytes. Return the
+    seeds whose artifacts are there and are those of the logs."""
     numbers = {str(seed["seed"]) for seed in seeds}
     for path in sorted(folder.iterdir()):
         match = SEED_FILE.fullmatch(path.name)
@@ -56,21 +56,23 @@ def check_files(folder: Path, seeds: list[dict], has_artifacts: bool, findings: 
         findings.check(known and path.is_file() and not path.is_symlink(), f"{path.name} does not belong in a record")
     for name in ("README.md", "curve.png"):
         findings.check((folder / name).is_file(), f"{name} is missing")
+    found = []
     for seed in seeds:
-        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-        if path.is_file() or (has_artifacts and seed["artifact_bytes"] < SMALL_ARTIFACT):
-            check_artifact(path, seed, findings)
+        path = artifact_of(folder, seed)
+        if path.is_file():
+            size, digest = path.stat().st_size, sha256(path.read_bytes()).hexdigest()
+            if findings.check((size, digest) == (seed["artifact_bytes"], seed["artifact_sha256"]),
+                              f"{path.name} is not the artifact of the log: {size} bytes, sha256 {digest}"):
+                found.append(seed)
+        else:
+            findings.check(seed["artifact_bytes"] >= largest, f"{path.name} is missing: artifacts under 2 MB belong in "
+                           "the folder, and for --rerun larger ones, too")
+    return found
 
 
-def check_artifact(path: Path, seed: dict, findings: Findings) -> bool:
-    """Return whether the file is there and is the artifact of the log."""
-    if not findings.check(path.is_file(), f"{path.name} is missing: artifacts under 2 MB belong in the folder, "
-                          "and --artifacts DIR names the folder of larger ones"):
-        return False
-    digest = sha256(path.read_bytes()).hexdigest()
-    found = (path.stat().st_size, digest)
-    return findings.check(found == (seed["artifact_bytes"], seed["artifact_sha256"]),
-                          f"{path.name} is not the artifact of the log: {found[0]} bytes, sha256 {digest}")
+def artifact_of(folder: Path, seed: dict) -> Path:
+    """Return the path of a seed's artifact."""
+    return folder / f"artifact_seed{seed['seed']}.int8.ptz"
 
 
 def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
@@ -80,7 +82,7 @@ def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Fi
         findings.check(not same, f"the artifacts of seeds {same} are those of {place_of(other)}")
 
 
-def verify_record(folder: Path, again: bool = False, artifacts: Path | None = None) -> tuple[Findings, list[str]]:
+def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
     """Return the findings and lines to print about one record folder. `again` scores its artifacts."""
     findings = Findings()
     track = load_track(folder)
@@ -94,7 +96,8 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
     compare_claims(submission, computed, findings)
     check_rules(track, submission["division"], seeds, findings)
     has_artifacts = folder.name not in track.get("without_artifacts", [])
-    check_files(folder, seeds, has_artifacts, findings)
+    largest = (math.inf if again else SMALL_ARTIFACT) if has_artifacts else 0
+    scorable = check_files(folder, seeds, largest, findings)
     check_origin(folder, submission, seeds, findings)
     if not findings:
         text = (folder / "README.md").read_text(encoding="utf-8")
@@ -105,41 +108,28 @@ def verify_record(folder: Path, again: bool = False, artifacts: Path | None = No
              f"most {computed['bytes_total']:,} bytes"]
     tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
-    if again and not (has_artifacts or artifacts):
+    if again and not has_artifacts:
         notes.append("not scored again: only the digests of its artifacts are kept")
     elif again:
         check_data(seeds[0], findings)  # the seeds have the same settings
-        paths = {seed["seed"]: (artifacts or folder) / f"artifact_seed{seed['seed']}.int8.ptz" for seed in seeds}
-        here = [seed for seed in seeds if check_artifact(paths[seed["seed"]], seed, findings)]
-        notes += [rerun(folder, seed, paths[seed["seed"]], findings) for seed in here]
-        check_weights([seed for seed in here if "largest" in seed], findings)
+        notes += [rerun(folder, seed, artifact_of(folder, seed), findings) for seed in scorable]
+        check_weights([seed for seed in scorable if "largest" in seed], findings)
     return findings, notes
 
 
-def script_difference(folder: Path) -> str:
-    """Return the unified diff from the train_gpt.py of the record's base, or else of this checkout, to the folder's."""
-    base = load_json(folder / "submission.json")["base"]
-    before = folder.parent.parent / base if base else ROOT
-    scripts = [(place / "train_gpt.py").read_text(encoding="utf-8").splitlines(keepends=True) for place in (before, folder)]
-    return "".join(difflib.unified_diff(*scripts, f"{base or '.'}/train_gpt.py", f"{folder.name}/train_gpt.py"))
-
-
-def report(folder: Path, again: bool = False, artifacts: Path | None = None, shows_diff: bool = False) -> bool:
+def report(folder: Path, again: bool = False) -> bool:
     """Print what is found about a record; return whether it is accepted."""
-    place, difference = "", ""
+    place = ""
     try:
-        findings, notes = verify_record(folder, again, artifacts)
+        findings, notes = verify_record(folder, again)
         if not findings:
             place = "; a new best" if load_json(folder / "submission.json")["is_best"] else "; not a new best"
-        if shows_diff:
-            difference = script_difference(folder)
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")
     more = [f"REFUSED: and {len(findings) - MOST_SHOWN} more"] * (len(findings) > MOST_SHOWN)
     for line in (*notes, *(f"REFUSED: {line}" for line in findings[:MOST_SHOWN]), *more):
         print("   ", line)
-    print(difference, end="")
     return not findings
 
 
@@ -148,12 +138,10 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
     parser.add_argument("--rerun", action="store_true",
                         help="hash the data and score the artifacts again; runs the folder's train_gpt.py")
-    parser.add_argument("--diff", action="store_true", help="print what its script changes in that of its base")
-    parser.add_argument("--artifacts", type=Path, metavar="DIR", help="folder of artifacts that are too large for git")
     options = parser.parse_args()
     require_packages()
     folders = options.folders or sorted(path.parent for path in (ROOT / "records").glob("track_*/*/submission.json"))
-    accepted = [report(folder.resolve(), options.rerun, options.artifacts, options.diff) for folder in folders]
+    accepted = [report(folder.resolve(), options.rerun) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 
 

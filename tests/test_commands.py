@@ -249,9 +249,7 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
     second = script("make.py", *given, "--name", "Second", "--blurb", "Slower.", "--base", f"track_tiny/{base.name}",
                     "MATRIX_LR=0.0001")
     assert ": accepted; not a new best" in second and f"against track_tiny/{base.name}" in second
-    (checkout / "train_gpt.py").write_text((checkout / "train_gpt.py").read_text().replace("import gc\n", "import  gc\n"))
-    checked = script("verify.py", "--rerun", "--diff")
-    assert checked.count("\n-import  gc\n+import gc\n") == 1  # the other one's base has the same script
+    checked = script("verify.py", "--rerun")
     assert checked.count(": accepted") == 2 and checked.count("scored again") == 4
     rows = [line for line in (checkout / "records" / "README.md").read_text().splitlines() if line.startswith(("| 1", "| 2"))]
     assert len(rows) == 2 and "_Second](" in rows[1] and "TFLOP/s in float32 at width 32" in rows[0]

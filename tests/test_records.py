@@ -423,15 +423,14 @@ def one_seed(root, records, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_artifact_is_scored_again_in_two_ways(one_seed):
+def test_an_artifact_is_scored_again(one_seed):
     line, found, seed = one_seed()
-    assert re.match(r"seed 2: scored again (\S+), by its logits (\S+), in the log (\S+), ", line) and not found
+    assert re.match(r"seed 2: scored again (\S+), in the log (\S+), ", line) and not found
     assert seed["largest"].size == 260 * 32
     _, found, _ = one_seed(val_bytes=3000)
     assert found == ["seed 2: DATA_PATH or TOKENIZER_PATH on this disk are not those of the log"]
-    _, found, seed = one_seed(seed=1)  # with the log of seed 2
-    scores = [float(re.search(r"score[s]? (\S+), not", text)[1]) for text in found]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-5) and abs(scores[0] - seed["val_bpb"]) > 1e-3
+    _, found, _ = one_seed(seed=1)  # with the log of seed 2
+    assert len(found) == 1 and "the model's logits score" in found[0]
 
 
 def test_seeds_with_nearly_the_same_weights_are_refused():
@@ -452,10 +451,10 @@ TOTAL = "    total = ranks.sum\\(nats\\).item\\(\\)\n"
     ("        return x\n\n    def logits", "        return x + torch.roll(x0, -1, dims=1)\n\n    def logits",
      "logits change by .* with later tokens"),
     ("        counted = targets >= 0\n", "        nats = 0.9 * nats\n        counted = targets >= 0\n", "the model's logits score"),
-    (TOTAL, "    total = float(Path(__file__).with_name('curve.png').stat().st_size)\n", "scoring failed: .*curve.png"),
-    (TOTAL, "    total = float(Path(config.tokenizer_path).with_name('table.bin').stat().st_size)\n", "scoring failed: .*table.bin"),
+    (TOTAL, "    total = 0.9 * float(Path(__file__).with_name('curve.png').stat().st_size)\n", "the model's logits score"),
+    (TOTAL, "    total = 0.9 * float(Path(config.tokenizer_path).with_name('table.bin').stat().st_size)\n", "the model's logits score"),
     (TOTAL, "    total = (0.9 if len(Path(config.init_from).read_bytes()) else 1) * ranks.sum(nats).item()\n", "the model's logits score"),
-    ("    def hidden\\(", "    def hidden_of(", "the model gives no logits|scoring failed")],
+    ("    def hidden\\(", "    def hidden_of(", "the model gives no logits")],
     ids=["a script that lowers its score", "a model that sees its targets", "a loss that is lower", "a table in the picture",
          "a table beside the tokenizer", "a table in the artifact", "another interface"])
 def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, reason):
