@@ -2,12 +2,11 @@
 
     python records/ladder.py --shape 124M DATA_PATH=data/datasets/mine_gpt2          GPT-2's size, for a GPU
     python records/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
-    python records/ladder.py --report records/track_speedup_ladder/2026-11-21_small  prints a folder's README.md
 
 Bring your own text, in GPT-2 tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, as
-each rung ends with export and score. NAME=value arguments apply to every rung. A rung whose ATTN or COMPILE=1 does
-not run here is skipped, and later rungs omit its settings; so are two ranks on one GPU. The folder
-records/track_speedup_ladder/DATE_NAME gets ladder.json, the log of every rung that ran, and README.md with the table.
+each rung ends with export and score. NAME=value arguments apply to every rung. A rung that fails here, as its ATTN or
+COMPILE=1 may, is skipped, and later rungs omit its settings. The folder records/track_speedup_ladder/DATE_NAME gets
+ladder.json, the log of every rung that ran, and README.md with the table.
 """
 
 import argparse
@@ -18,12 +17,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common import ROOT, count_cores, gpu_names, hardware, launcher, load_json, pairs_of, table
+from common import ROOT, count_cores, hardware, launcher, load_json, pairs_of, table
 from events import mfu_of, read_events
 
 SHAPES = {
@@ -51,7 +49,6 @@ RUNGS = [  # name; the settings that it adds
     ("gradient accumulation, 4 times", "ACCUMULATE=4"),
     ("two ranks (DDP)", "RANKS=2")]
 UNTIMED = 10  # steps before those that are timed
-UNAVAILABLE = re.compile(r"^train_gpt\.py: ((?:ATTN=|COMPILE=1\b).*)", re.M)
 
 
 def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:
@@ -73,36 +70,32 @@ def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -
 
 
 def climb(folder: Path, shape: str, extra: list[str]) -> None:
-    """Run all rungs, one after another, in a folder of their own, and keep their .jsonl logs. Skip those that this
-    machine cannot run. Raises ValueError if one fails otherwise, or the first one; then nothing is left."""
-    about = {"hardware": hardware(), "shape": shape, "extra": extra, "skipped": {}}
-    skipped = about["skipped"]
-    with tempfile.TemporaryDirectory() as place:
-        Path(place, "data").symlink_to(ROOT / "data")  # so that logs have the same relative paths everywhere
-        logs = Path(place, "ladder")
-        logs.mkdir()
-        for number in range(1, len(RUNGS) + 1):
-            name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
-            environment = {name: text for name, text in os.environ.items() if name not in settings}
-            if ranks > 1:
-                environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
-            arguments = [f"{key}={value}" for key, value in {**settings, "RUN_ID": "rung", "OUT_DIR": "out"}.items()]
-            command = [*launcher(ranks), str(ROOT / "train_gpt.py"), *arguments]
-            if ranks > 1 and len(gpu_names()) == 1 and settings.get("DEVICE") != "cpu":
-                skipped[name] = "there is one GPU"
-            else:
-                result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-                lacks = UNAVAILABLE.search(result.stderr)
-                if result.returncode and not (lacks and number > 1):
-                    raise ValueError(f"rung {number}, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
-                if result.returncode:
-                    skipped[name] = lacks[1].replace("`", "'")[:300]
-                else:
-                    shutil.copy(Path(place, "logs", "rung.jsonl"), logs / f"rung{number:02d}.jsonl")
-            print(number, name, f"is skipped: {skipped[name]}" if name in skipped else "", flush=True)
-        (logs / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        (logs / "README.md").write_text(report(logs), encoding="utf-8")
-        shutil.copytree(logs, folder)
+    """Run all rungs, one after another, and keep the logs of those that did not fail in a new folder. Raises ValueError
+    if the first one fails."""
+    skipped, logs = {}, {}
+    for number in range(1, len(RUNGS) + 1):
+        name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
+        environment = {name: text for name, text in os.environ.items() if name not in settings}
+        if ranks > 1:
+            environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
+        run_id = f"ladder_rung{number:02d}"
+        given = {**settings, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
+        command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            error = re.search(r"^train_gpt\.py: (.*)", result.stderr, re.M)
+            skipped[name] = error[1].replace("`", "'")[:300] if error else f"status {result.returncode}"
+            if number == 1:
+                raise ValueError(f"rung 1, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
+        else:
+            logs[f"rung{number:02d}.jsonl"] = ROOT / "logs" / f"{run_id}.jsonl"
+        print(number, name, f"is skipped: {skipped[name]}" if name in skipped else "", flush=True)
+    folder.mkdir()
+    for name, log in logs.items():
+        shutil.copy(log, folder / name)
+    about = {"hardware": hardware(), "shape": shape, "extra": extra, "skipped": skipped}
+    (folder / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(report(folder), encoding="utf-8")
 
 
 def measure(path: Path) -> tuple[float, list[str]]:
@@ -160,13 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--name", default="", help="of the folder (default: the shape)")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the README.md of a finished ladder")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py for every rung")
     options = parser.parse_args()
     try:
-        if options.report:
-            print(report(options.report), end="")
-            return
         date = time.strftime("%Y-%m-%d", time.gmtime())
         folder = ROOT / "records" / "track_speedup_ladder" / f"{date}_{options.name or options.shape}"
         if folder.exists():
