@@ -27,17 +27,15 @@ import time
 from contextlib import chdir
 from pathlib import Path
 
-from claims import AUTHORED, NOTES, make_claims, render
 from common import ROOT, deviation, hardware, has_finished, launcher, load_json, pairs_of, require_packages, score, table
+
+import train_gpt  # after common, which finds it
+from claims import AUTHORED, NOTES, make_claims, render
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 from plot import draw, groups_of, read_run
 from rules import (FOLDER_NAME, Findings, check_division, check_request, check_script, find_table, load_track, other_seeds,
                    read_history, script_line)
 from verify import SMALL_ARTIFACT, report
-
-sys.path.insert(0, str(ROOT))
-
-import train_gpt  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM"}  # variables of the scripts of older records
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
@@ -51,9 +49,6 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
     command, and the track's DEVICE. Sets the division to the base's if none is given. Raises ValueError and OSError."""
     settings = {}
     if options.base:
-        bases = sorted(f"{options.track}/{path.parent.name}" for path in folder.parent.glob("*/submission.json"))
-        if options.base not in bases:
-            raise ValueError(f"--base {options.base!r} must be one of {', '.join(bases)}")
         submission = load_json(ROOT / "records" / options.base / "submission.json")
         options.division = options.division or submission["division"]
         settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
@@ -94,15 +89,13 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]
 
 
 def run_seed(command: list[str], environment: dict[str, str]) -> int:
-    """Run the trainer and return its exit status. SIGTERM is passed on; Ctrl-C reaches the trainer itself."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Run the trainer and return its exit status. What ends this process ends the trainer, too."""
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> list[str]:
@@ -121,20 +114,8 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str])
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
         arguments = [f"{name}={text}" for name, text in given.items()]
         if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
-            was_signal = status > 128 or status < 0
-            hint = "; run the same command again to continue" if was_signal else ""
-            sys.exit(f"make.py: {run_id} ended with status {status}{hint}")
+            sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
     return run_ids
-
-
-def command_of(options) -> str:
-    """Return the command that trains the seeds again, with the variables of the environment."""
-    words = [f"--{key}={getattr(options, key)}" for key in ("track", "division", "name", "base", "seeds") if getattr(options, key)]
-    given = train_gpt.load_config([], dict(os.environ))[1].keys() & os.environ.keys() - MAY_DIFFER_BETWEEN_SEEDS
-    words += [f"{name}={os.environ[name]}" for name in sorted(given - pairs_of(options.settings).keys())]
-    if options.ranks > 1:
-        words.append(f"--ranks={options.ranks}")
-    return f"python records/make.py {shlex.join(words + options.settings)}"
 
 
 # ---- Packaging runs ------------------------------------------------------------------------------------
@@ -189,18 +170,16 @@ def write_record(folder: Path, authored: dict) -> None:
     draw(groups_of([read_run(str(path)) for path in paths]), folder / "curve.png")
 
 
-def package(options, folder: Path, now: time.struct_time, run_ids: list[str], command: str) -> None:
-    """Make the record folder of finished runs, or leave nothing behind. `command` is by default that of the first
-    run. Raises ValueError with the reasons for which the logs would be refused."""
+def package(options, folder: Path, now: time.struct_time, run_ids: list[str]) -> None:
+    """Make the record folder of finished runs, or leave nothing behind. Raises ValueError with the reasons for which the logs
+    would be refused."""
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
     ranks = start["world_size"]
-    if not command:
-        given = [f"{name}={text}" for name, (text, _) in start["overrides"].items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
-        program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-        command = shlex.join([*program, "train_gpt.py", *given])
+    given = [f"{name}={text}" for name, (text, _) in start["overrides"].items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
+    program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
-    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "command": command,
+    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "command": shlex.join([*program, "train_gpt.py", *given]),
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:
@@ -284,6 +263,7 @@ def main() -> None:
     if not (options.again or options.leaderboard or (options.track and options.name)):
         parser.error("--track and --name are needed, or --again FOLDER, or --leaderboard")
     require_packages()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
     records = ROOT / "records"
     try:
         if options.leaderboard:
@@ -294,18 +274,15 @@ def main() -> None:
             submission = load_json(folder / "submission.json")
             write_record(folder, {key: submission.get(key, "") for key in AUTHORED})
         else:
-            tracks = sorted(path.parent.name for path in records.glob("track_*/track.json"))
-            if options.track not in tracks:
-                raise ValueError(f"--track {options.track!r} must be one of {', '.join(tracks)}")
-            run_ids, command = options.runs.split(","), ""
+            run_ids = options.runs.split(",")
             if not options.runs:
                 folder = folder_of(options, time.gmtime())
                 settings, seeds = plan_settings(options, folder), options.seeds.split(",")
                 check_plan(options, folder, settings, seeds)
-                run_ids, command = run_seeds(options, folder, settings, seeds), command_of(options)
+                run_ids = run_seeds(options, folder, settings, seeds)
             now = time.gmtime()
             folder = folder_of(options, now)
-            package(options, folder, now, run_ids, command)
+            package(options, folder, now, run_ids)
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
     except KeyboardInterrupt:

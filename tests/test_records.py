@@ -529,8 +529,8 @@ def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
     (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"), (["DATA_PATH=none"], "DATA_PATH='none' has no *_val_*.bin"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
-    (["--base", "track_tiny/2020-01-01_No"], "--base 'track_tiny/2020-01-01_No' must be one of track_tiny/"),
-    (["--track", "track_none"], "--track 'track_none' must be one of track_tiny")])
+    (["--base", "track_tiny/2020-01-01_No"], "track_tiny/2020-01-01_No/submission.json"),
+    (["--track", "track_none"], "track_none/track.json is missing")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(make, "run_seed", lambda *_: pytest.fail("this must not run"))
     monkeypatch.setattr(sys, "argv", ["make.py", "--track", "track_tiny", "--division", "tiny", "--name", "New",

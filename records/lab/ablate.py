@@ -23,10 +23,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train_gpt  # noqa: E402
 from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table  # noqa: E402
+import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train_gpt  # noqa: E402
 from common import ROOT, gpu_names, hardware, launcher, pairs_of, table  # noqa: E402
+import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
 from train_gpt import torch  # noqa: E402
 
