@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 from common import ROOT, count_cores, hardware, launcher, load_json, pairs_of, table
@@ -51,43 +50,35 @@ RUNGS = [  # name; the settings that it adds
 UNTIMED = 10  # steps before those that are timed
 
 
-def rung_settings(shape: str, extra: list[str], skipped: Collection[str] = ()) -> list[tuple[str, dict[str, str], int]]:
-    """Return name, settings and ranks of every rung; each inherits from those before it that were not skipped."""
-    below = {**pairs_of(f"{COMMON} {SHAPES[shape]}".split()), "RANKS": "1"}
-    result = []
-    for name, changes in RUNGS:
+def climb(folder: Path, shape: str, extra: list[str]) -> None:
+    """Run all rungs, one after another, each with the settings of those before it that did not fail, and keep their logs
+    in a new folder. Raises ValueError if the first one fails, or if no step would be timed."""
+    below = pairs_of(f"{COMMON} {SHAPES[shape]}".split())
+    if int({**below, **pairs_of(extra)}["ITERATIONS"]) < UNTIMED + 3:
+        raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
+    skipped, logs = {}, {}
+    for number, (name, changes) in enumerate(RUNGS, 1):
         settings = {**below, **pairs_of(changes.split())}
+        ranks = int(settings.pop("RANKS", 1))
         if times := int(settings.pop("ACCUMULATE", 0)):
             settings["MICRO_BATCH_TOKENS"] = settings["TRAIN_BATCH_TOKENS"]
             settings["TRAIN_BATCH_TOKENS"] = str(times * int(settings["TRAIN_BATCH_TOKENS"]))
             settings["GRAD_ACCUM_STEPS"] = "0"
-        if name not in skipped:
-            below = dict(settings)
-        ranks = int(settings.pop("RANKS"))
-        settings["VAL_BATCH_SIZE"] = settings["TRAIN_BATCH_TOKENS"]
-        result.append((name, {**settings, **pairs_of(extra)}, ranks))
-    return result
-
-
-def climb(folder: Path, shape: str, extra: list[str]) -> None:
-    """Run all rungs, one after another, and keep the logs of those that did not fail in a new folder. Raises ValueError
-    if the first one fails."""
-    skipped, logs = {}, {}
-    for number in range(1, len(RUNGS) + 1):
-        name, settings, ranks = rung_settings(shape, extra, skipped)[number - 1]
-        environment = {name: text for name, text in os.environ.items() if name not in settings}
+        run_id = f"ladder_rung{number:02d}"
+        given = {**settings, "VAL_BATCH_SIZE": settings["TRAIN_BATCH_TOKENS"], **pairs_of(extra), "RUN_ID": run_id,
+                 "OUT_DIR": f"logs/{run_id}"}
+        environment = {name: text for name, text in os.environ.items() if name not in given}
         if ranks > 1:
             environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
-        run_id = f"ladder_rung{number:02d}"
-        given = {**settings, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
         command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
-            error = re.search(r"^train_gpt\.py: (.*)", result.stderr, re.M)
-            skipped[name] = error[1].replace("`", "'")[:300] if error else f"status {result.returncode}"
             if number == 1:
                 raise ValueError(f"rung 1, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
+            error = re.search(r"^train_gpt\.py: (.*)", result.stderr, re.M)
+            skipped[name] = error[1].replace("`", "'")[:300] if error else f"status {result.returncode}"
         else:
+            below = settings
             logs[f"rung{number:02d}.jsonl"] = ROOT / "logs" / f"{run_id}.jsonl"
         print(number, name, f"is skipped: {skipped[name]}" if name in skipped else "", flush=True)
     folder.mkdir()
@@ -160,8 +151,6 @@ def main() -> None:
         folder = ROOT / "records" / "track_speedup_ladder" / f"{date}_{options.name or options.shape}"
         if folder.exists():
             raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
-        if int(rung_settings(options.shape, options.settings)[0][1]["ITERATIONS"]) < UNTIMED + 3:
-            raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
         climb(folder, options.shape, options.settings)
         print(folder.relative_to(ROOT))
     except (ValueError, OSError) as error:
