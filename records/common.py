@@ -1,7 +1,6 @@
 """What the scripts of records/ share: folders, starting the trainer, the machine, tables and statistics."""
 
 import json
-import math
 import os
 import platform
 import re
@@ -116,12 +115,13 @@ def score(result: dict) -> float:
 def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | None:
     """Test whether our mean bits per byte are lower than theirs by more than the track's margin: a one-sided Welch
     t-test (unequal variances). Return margin, numbers of seeds, p and difference; None with fewer than two seeds on a
-    side. The margin of a track is in nats per token of the text that they scored."""
+    side. The margin of a track is in nats per token; their scores tell the bits per byte of a nat."""
     if min(len(ours), len(theirs)) < 2:
         return None
     from scipy import stats
-    bits_per_nat = theirs[0]["val_tokens"] / math.log(2) / theirs[0]["val_bytes"]
-    margin = track.get("margin_nats", 0.0) * bits_per_nat
+    margin = 0.0
+    if nats := track.get("margin_nats"):
+        margin = nats * theirs[0]["val_bpb"] / theirs[0]["val_loss"]
     our_scores = [score(seed) for seed in ours]
     their_scores = [score(seed) for seed in theirs]
     shifted = [value - margin for value in their_scores]

@@ -196,7 +196,7 @@ def package(options, folder: Path, now: time.struct_time, run_ids: list[str]) ->
 
 def record_row(place: int, submission: dict, folder: str) -> list[str]:
     """Return the cells of one record, or of a line of history."""
-    scores = [score(result) for result in (submission.get("seed_results") or submission["seeds"]).values()]
+    scores = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
     against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
     name = f"{submission['date']}_{submission['name']}"

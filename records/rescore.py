@@ -96,7 +96,7 @@ def score_logits(server: subprocess.Popen, tokens: np.ndarray, settings: dict) -
         flat = from_numpy(logits.reshape(-1, vocabulary).copy())
         nats += float(nn.functional.cross_entropy(flat, from_numpy(targets[at:at + rows].ravel()), reduction="sum"))
         if number % 8 == 0:
-            cut = 1 + secrets.randbelow(length)
+            cut = 1 + secrets.randbelow(max(1, length - 1))  # at least one later token
             beginning = ask(server, inputs[at:at + 1, :cut].copy(), vocabulary)
             apart = np.maximum(apart, np.abs(beginning - logits[:1, :cut]).max())  # a NaN stays
     return nats, apart

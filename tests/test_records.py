@@ -311,11 +311,12 @@ HIDING = {  # what check_script says: scripts, each of one statement after the i
         "from torch.utils.cpp_extension import load", "import subprocess as s", "import ctypes as c"],
     "ctypes for more than mallopt": [
         "ctypes.CDLL('./x.so')", "ctypes.CDLL(None).system(b'ls')", "start = ctypes.CDLL(None).mallopt", "import ctypes.util",
-        "ctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "torch.ctypes.CDLL('./x.so')", "from ctypes import CDLL"],
+        "ctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "torch.ctypes.CDLL('./x.so')", "from ctypes import CDLL",
+        "getattr(torch, 'ctypes')"],
     "subprocess for more than nvidia-smi and scontrol": [
         "subprocess.run(['curl', 'x'])", "subprocess.run(program)", "start = subprocess.run", "from subprocess import run",
         "subprocess.getoutput('nvidia-smi; curl x')", "subprocess.getoutput('timeout 30 curl x')",
-        "subprocess.getoutput('nvidia-smi' + more)",
+        "subprocess.getoutput('nvidia-smi' + more)", "subprocess.run(['nvidia-smi'], env=[start := subprocess])",
         "start = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run"],
     "code that is not counted": ["from . import helper", "import requests"],
     "a line of 130 characters, more than 120": [f"TABLE = '{'x' * 120}'"],
@@ -345,7 +346,7 @@ model.compile()
 def test_the_best_before_a_record_is_the_best_of_its_division_and_machine_until_then(tmp_path):
     """Ties go to the earlier one; a base of one's own choice does not matter."""
     lines = {name: {"track": "track_tiny", "name": name, "date": f"2026-01-0{time[0]}", "submitted": time, "division": division,
-                    "machine": machine, "val_bpb": 9.0, "val_bpb_original": bpb, "seeds": {"1": {"artifact_sha256": name}}}
+                    "machine": machine, "val_bpb": 9.0, "val_bpb_original": bpb, "seed_results": {"1": {"artifact_sha256": name}}}
              for name, time, division, machine, bpb in (
                  ("First", "1", "a", "CPU", 1.5), ("Better", "2T08", "a", "CPU", 1.4), ("Tie", "2T09", "a", "CPU", 1.4),
                  ("Worse", "3", "a", "CPU", 1.6), ("Other", "1", "b", "CPU", 1.0), ("Faster", "1", "a", "GPU", 1.2),
@@ -369,10 +370,8 @@ def test_a_record_is_compared_with_a_line_of_history_as_with_its_folder(records)
     package_again(records)
     wanted = {key: claims(records)[key] for key in ("incumbent", "against_incumbent", "gap", "is_best")}
     assert wanted["incumbent"] == f"track_tiny/{base.name}" and wanted["against_incumbent"]["p"] > 0.5
-    line = {key: submission[key] for key in ("name", "date", "submitted", "division", "machine", "val_bpb", "val_bpb_original")}
-    kept = ("val_bpb", "val_bpb_original", "steps", "artifact_sha256")
-    line |= {"track": "track_tiny", "commit": "0000000", "gap": submission["gap"]["here"], "val_tokens": seeds[0]["val_tokens"],
-             "val_bytes": seeds[0]["val_bytes"], "seeds": {str(seed["seed"]): {key: seed[key] for key in kept} for seed in seeds}}
+    names = ("name", "date", "submitted", "track", "division", "machine", "val_bpb", "val_bpb_original", "gap", "seed_results")
+    line = {**{key: submission[key] for key in names}, "commit": "0000000"}
     (records.parent.parent / "history.jsonl").write_text(json.dumps(line) + "\n")
     shutil.rmtree(base)
     assert verify.verify_record(records)[0] == []
@@ -461,15 +460,6 @@ def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, r
     claimed = 0.9 * claims(records)["seed_results"]["2"]["val_bpb"]
     line, found, _ = one_seed(pattern, new, **({"val_bpb": claimed} if "0.9" in new else {}))
     assert any(re.search(f"(?s)seed 2: {reason}", text) for text in found), (line, found)
-
-
-def test_a_record_that_is_refused_does_not_block_later_ones(records):
-    base = next(records.parent.glob("*_Control"))
-    edit(base / "train_seed1.jsonl", r'"val_bpb": ', '"val_bpb": 1')
-    claim(records, base="")
-    package_again(records)
-    assert verify.verify_record(records)[0] == [] and claims(records)["incumbent"] == ""
-    assert verify.verify_record(base)[0]
 
 
 def test_a_run_without_a_division_and_notes_that_are_kept(root, monkeypatch):

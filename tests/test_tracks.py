@@ -32,17 +32,17 @@ def test_every_preset_passes_the_checks_of_its_track(preset, track, division, to
 
 def test_the_test_of_significance_is_welchs():
     """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees. A
-    margin of 0.01 nats per token at 50 tokens of 72 bytes is 0.01 * 50 / (ln 2 * 72) bits per byte."""
+    margin of 0.01 nats per token is 0.005 bits per byte if the loss in nats is twice the bits per byte."""
     pytest.importorskip("scipy")
 
-    def seeds(scores, tokens=100):
-        return [{"val_bpb": x, "val_tokens": tokens, "val_bytes": 72} for x in scores]
+    def seeds(scores, nats=1.0):
+        return [{"val_bpb": x, "val_loss": nats * x} for x in scores]
 
     ours, theirs = seeds([0.99, 1.0, 1.01]), seeds([1.08, 1.1, 1.12])
     test = common.compare_scores({}, ours, theirs)
     assert test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3] and test["margin"] == 0
     assert test["p"] == pytest.approx(0.00245, abs=3e-4)
-    other = common.compare_scores({"margin_nats": 0.01}, ours, seeds([1.08, 1.1, 1.12], tokens=50))
-    assert other["margin"] == pytest.approx(0.01 * 50 / 0.6931472 / 72) and other["p"] > test["p"]
+    other = common.compare_scores({"margin_nats": 0.01}, ours, seeds([1.08, 1.1, 1.12], nats=2.0))
+    assert other["margin"] == pytest.approx(0.005) and other["p"] > test["p"]
     assert common.compare_scores({"margin_nats": 0.2}, ours, theirs)["p"] > 0.5
     assert common.compare_scores({}, ours[:1], theirs) is None

@@ -98,8 +98,7 @@ def main() -> None:
         results.setdefault(name, []).append((
             last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], last["val"]["step"]))
     rows = []
-    scores = {name: [{"val_bpb": number[0], "val_tokens": 1, "val_bytes": 1} for number in numbers]
-              for name, numbers in results.items()}  # without a margin, the text's size does not matter
+    scores = {name: [{"val_bpb": number[0]} for number in numbers] for name, numbers in results.items()}
     first_name = next(iter(results))
     first = statistics.mean(number[0] for number in results[first_name])
     for name, numbers in results.items():
