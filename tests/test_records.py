@@ -147,10 +147,6 @@ def change_script(folder: Path, change) -> None:
         log.write_text(rules.script_line(source) + rule + rest)
 
 
-def another_step(source: str) -> str:
-    return source.replace("self.stop_signal = 0", "self.stop_signal = 1")
-
-
 def insert_event(folder: Path, at: int, **event) -> None:
     """Inserts a line into the log of a seed: a copy of the first one with other values."""
     path = folder / "train_seed2.jsonl"
@@ -209,12 +205,11 @@ FORGERIES = {
     "a line in a name": (lambda f: claim(f, author="me | 0.1 |"), "author has a line end"),
     "another script": (lambda f: edit(f / "train_gpt.py", "self.stop_signal = 0", "self.stop_signal = 1"),
                        "train_seed1.log: its first line must be 'train_gpt.py of SHA-256 "),
-    "another script in log and folder": (lambda f: change_script(f, another_step), "code_bytes and code_sha256 are not train_gpt.py's"),
+    "another script in log and folder": (
+        lambda f: change_script(f, lambda source: source.replace("self.stop_signal = 0", "self.stop_signal = 1")),
+        "code_bytes and code_sha256 are not train_gpt.py's"),
     "a script that is too long": (lambda f: change_script(f, lambda source: source + "# one more line\n" * 2000),
                                   "lines, more than 2,500"),
-    "a script that is no Python": (lambda f: edit(f / "train_gpt.py", "import gc", "import"), "is not Python"),
-    "a script in two files": (lambda f: change_script(f, lambda source: source.replace("import gc\n", "import helper\n")),
-                              "imports helper: code that is not counted"),
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
     "fewer ranks than said": (lambda f: change(f, "config", world_size=8), "seed 2 differs in world_size from seed 1"),
@@ -319,6 +314,7 @@ HIDING = {  # what check_script says: scripts, each of one statement after the i
         "subprocess.getoutput('nvidia-smi' + more)", "subprocess.run(['nvidia-smi'], env=[start := subprocess])",
         "start = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run"],
     "code that is not counted": ["from . import helper", "import requests"],
+    "is not Python": ["import"],
     "a line of 130 characters, more than 120": [f"TABLE = '{'x' * 120}'"],
 }
 
