@@ -29,14 +29,16 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         return {}, seeds
     base = other_seeds(folder, authored["base"], division, findings)
     machine = machine_of(seeds[0])
-    incumbent, rivals, their_gap = find_incumbent(folder, authored, machine)
-    against = compare_scores(track, seeds, rivals)
+    kind = (folder.parent.name, division, machine)
+    # The best before it is taken at its word: its own folder is checked for itself.
+    best = next((other for other in earlier_records(folder, authored) if other["kind"] == kind), None)
+    against = compare_scores(track, seeds, list(best["seed_results"].values())) if best else None
     first = seeds[0]
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
     claims |= {
-        "machine": machine, "gap": {"here": loss_gap(seeds), "incumbent": their_gap},
+        "machine": machine, "gap": {"here": loss_gap(seeds), "incumbent": best["gap"]["here"] if best else None},
         "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
@@ -44,20 +46,10 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
         "settings": first["overrides"], "changes": changes(base, first),
         "significance": compare_scores(track, seeds, base),
-        "incumbent": incumbent, "against_incumbent": against,
-        "is_best": not incumbent or (against is not None and against["p"] < track.get("p", 0.01)),
+        "incumbent": place_of(best) if best else "", "against_incumbent": against,
+        "is_best": not best or (against is not None and against["p"] < track.get("p", 0.01)),
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
     return claims, seeds
-
-
-def find_incumbent(folder: Path, authored: dict, machine: str) -> tuple[str, list[dict], float | None]:
-    """Return the best record before this one of its division and kind of machine, the results of its seeds and its gap, as
-    it claims them: its own folder is checked for itself."""
-    kind = (folder.parent.name, authored["division"], machine)
-    for best in earlier_records(folder, authored):
-        if best["kind"] == kind:
-            return place_of(best), list(best["seed_results"].values()), best["gap"]["here"]
-    return "", [], None
 
 
 def machine_of(seed: dict) -> str:
