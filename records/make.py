@@ -244,11 +244,16 @@ def folder_of(options, now: time.struct_time) -> Path:
 
 
 def main() -> None:
+    records = ROOT / "records"
+    tracks = sorted(path.parent.name for path in records.glob("track_*/track.json"))
+    bases = sorted(path.parent.relative_to(records).as_posix() for path in records.glob("track_*/*/submission.json"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--track", type=lambda text: text.strip("/"), help="a folder of records/ (example: track_10min_1mb_cpu)")
+    parser.add_argument("--track", choices=tracks, metavar="TRACK", type=lambda text: text.strip("/"),
+                        help="a folder of records/ (example: track_10min_1mb_cpu)")
     parser.add_argument("--name", help="of the record (example: Wider_MLP)")
     parser.add_argument("--division", default="", help="one of the track's, if any (default: the base's)")
-    parser.add_argument("--base", default="", help="the record that this one changes (example: track_open/2026-01-31_Name)")
+    parser.add_argument("--base", default="", choices=["", *bases], metavar="BASE",
+                        help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
     parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
@@ -264,7 +269,6 @@ def main() -> None:
         parser.error("--track and --name are needed, or --again FOLDER, or --leaderboard")
     require_packages()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
-    records = ROOT / "records"
     try:
         if options.leaderboard:
             write_leaderboard(records)

@@ -9,7 +9,8 @@
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07 that has the configuration's variables. Each side has its own compiler cache, which is empty at the
 first start. Words of --with that are no variables of train_gpt.py go to the environment. --profile DIR writes
-NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev.
+NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev, and on CUDA
+NAME.memory.pickle, each allocation and where it was made, for https://docs.pytorch.org/memory_viz.
 """
 
 import argparse
@@ -123,7 +124,7 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict
 
 def profile_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process. Rank 0 profiles three steps after the first `skip` and writes
-    OUTPUT.trace.json.gz, and the slowest kernels to OUTPUT.txt."""
+    OUTPUT.trace.json.gz, the slowest kernels to OUTPUT.txt and, on CUDA, OUTPUT.memory.pickle."""
     plain_step = train_gpt.Trainer.train_step
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
@@ -132,12 +133,16 @@ def profile_worker(skip: int, output: str) -> None:
     def train_step(trainer, batches):
         step, is_main = trainer.clock.step, trainer.ranks.rank == 0
         if step == skip and is_main:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history()
             profiler.start()
         result = plain_step(trainer, batches)
         if step == skip + 2 and is_main:
             trainer.ranks.now_ms()  # the device has ended, too
             profiler.stop()
             profiler.export_chrome_trace(f"{output}.trace.json.gz")
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(f"{output}.memory.pickle")
             order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
             text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
             Path(f"{output}.txt").write_text(text, encoding="utf-8")
