@@ -759,25 +759,21 @@ class GPT(nn.Module):
 def choose_attention(config: Config, device: torch.device) -> str:
     """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
-    length = max(config.train_seq_len, config.eval_seq_len)
+    is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
-    elif device.type == "cpu" and config.compile == "1" and length <= 1024:
-        kernels.insert(0, "tiled")  # takes much memory for longer rows
-    width = config.model_dim // config.num_heads
-    row = partial(torch.ones, device=device, dtype=getattr(torch, config.dtype), requires_grad=True)
-    q, k = (row(1, n, min(length, 2048), width) for n in (config.num_heads, config.num_kv_heads))
+    elif device.type == "cpu" and config.compile == "1" and is_short:
+        kernels.insert(0, "tiled")
+    width, dtype = config.model_dim // config.num_heads, getattr(torch, config.dtype)
+    q, k = (torch.ones(1, heads, 64, width, dtype=dtype, device=device, requires_grad=True)
+            for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
-        try:
-            with warnings.catch_warnings(action="ignore"):  # PyTorch explains refusals
-                causal_attention(q, k, k, kernel).sum().backward()
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # a refusal
+            causal_attention(q, k, k, kernel).sum().backward()
             return kernel
-        except Exception as error:  # kernels and packages refuse in many ways
-            reason = str(error)
-    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of width {width} "
-                     f"here: {reason}; try ATTN=auto")
+    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
 
 # ---- Optimizers -------------------------------------------------------------------------
 # Each parameter is in one group. Rates follow from the step and the training clock alone.
