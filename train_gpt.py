@@ -855,9 +855,9 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
-def rate_factor(config: Config, step: int, elapsed_ms: float) -> float:
-    """The factor on the learning rates in `step`, which begins after `elapsed_ms`. With a cap the
-    published warm-down ends there; others (cosine: arXiv:1608.03983) there or with ITERATIONS."""
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
+    """Factor of the rates and Muon's momentum, `elapsed_ms` after the start. With a cap, the
+    published warmdown ends there, others (cosine: arXiv:1608.03983) there or at ITERATIONS."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     if config.lr_schedule == "cosine":
         steps = max(1, config.iterations - config.lr_warmup_steps)
@@ -872,13 +872,10 @@ def rate_factor(config: Config, step: int, elapsed_ms: float) -> float:
     else:
         shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
-    return min((step + 1) / max(1, config.lr_warmup_steps), factor)
-
-def muon_momentum(config: Config, step: int) -> float:
-    """Muon's momentum in `step`, which rises by a straight line."""
     steps = config.muon_momentum_warmup_steps
-    done = min(1.0, step / steps) if steps else 1.0
-    return (1 - done) * config.muon_momentum_warmup_start + done * config.muon_momentum
+    risen = min(1.0, step / steps) if steps else 1.0
+    momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
+    return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
 
 # ---- Export -----------------------------------------------------------------------------
 # Files may be hostile: reading them runs no code and takes no more memory than a model needs.
@@ -1093,11 +1090,11 @@ class Trainer:
         """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
         rank's mean loss in nats and the norm of all gradients: float32, 0-d. Collective."""
         config = self.config
-        factor = rate_factor(config, self.clock.step, self.clock.time_ms)
+        factor, momentum = schedule(config, self.clock.step, self.clock.time_ms)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
-                group["momentum"] = muon_momentum(config, self.clock.step)  # Adam ignores it
+                group["momentum"] = momentum  # Adam ignores it
         losses = torch.zeros((), device=self.ranks.device)
         for i, (x, y) in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
@@ -1231,15 +1228,14 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
     epoch = step * loader.pieces * loader.stride / loader.tokens
     cap_ms = trainer.clock.cap_ms
-    mem_mib = torch.cuda.max_memory_allocated() >> 20
     eta_s = max(0.0, min(cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
     cap = f" cap:{time_ms / cap_ms:.1%}" if cap_ms < math.inf else ""
     log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
               f"{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
               f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f}{cap} eta:{eta_s / 60:.1f}m "
-              f"epoch:{epoch:.3f}", step=step, train_loss=loss,
-              train_time_ms=time_ms, step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm,
-              tok_per_sec=rate, mem_mib=mem_mib, eta_s=eta_s, epoch=epoch)
+              f"epoch:{epoch:.3f}", step=step, train_loss=loss, train_time_ms=time_ms,
+              step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm, tok_per_sec=rate,
+              eta_s=eta_s, epoch=epoch, mem_mib=torch.cuda.max_memory_allocated() >> 20)
 
 def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""

@@ -111,7 +111,7 @@ COSINE = dict(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0
 ])
 def test_learning_rates(changes, wanted):
     config = tiny_config(**changes)
-    assert {place: train_gpt.rate_factor(config, *place) for place in wanted} == pytest.approx(wanted)
+    assert {place: train_gpt.schedule(config, *place)[0] for place in wanted} == pytest.approx(wanted)
 
 
 def test_a_step_sets_learning_rates_and_momentum():
@@ -250,7 +250,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
         assert elapsed_ms == pytest.approx(sum(durations[:step]))
         warmdown_ms, left_ms = 30 * (elapsed_ms / max(step, 1)), 60_000 - elapsed_ms
         wanted = left_ms / warmdown_ms if left_ms <= warmdown_ms else 1.0
-        assert train_gpt.rate_factor(trainer.config, step, elapsed_ms) == pytest.approx(wanted, abs=1e-9)
+        assert train_gpt.schedule(trainer.config, step, elapsed_ms)[0] == pytest.approx(wanted, abs=1e-9)
     steps, total = step + 1, sum(durations[:step + 1])
     assert 0 < wanted < 0.1 and total >= 60_000 > total - durations[step] and trainer.clock.step == steps
     assert f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200" in capsys.readouterr().out
@@ -271,5 +271,5 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):
     assert agreed[:11] == [*range(1, 11), 20] and agreed[-16:] == list(range(last - 15, last + 1)) and len(agreed) < 90
     assert all(abs(known - (ms - start_ms)) <= 10 * 30 for ms, known in trainer.begun)
     known_ms = trainer.begun[-1][1]
-    factors = [train_gpt.rate_factor(trainer.config, last - 1, ms) for ms in (trainer.begun[-1][0] - start_ms, known_ms)]
+    factors = [train_gpt.schedule(trainer.config, last - 1, ms)[0] for ms in (trainer.begun[-1][0] - start_ms, known_ms)]
     assert factors[1] == pytest.approx(factors[0])
