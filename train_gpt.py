@@ -157,6 +157,7 @@ class Config:
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
+    ema_decay: float = var(0.0, "end with the weights' average of this decay; 0: off")
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints and export
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
@@ -1079,6 +1080,8 @@ class Trainer:
             load_weights(self.model, init_from)
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
+        weights = self.model.parameters() if config.ema_decay else ()
+        self.average = [p.detach().float().clone() for p in weights]
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # with several ranks: backward averages their gradients
         if ranks.world_size > 1:
@@ -1111,13 +1114,16 @@ class Trainer:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
+        if self.average:  # float32: small updates vanish in bfloat16
+            weights = [p.detach().float() for p in self.model.parameters()]
+            torch._foreach_lerp_(self.average, weights, 1 - config.ema_decay)
         return losses, norm
 
     def state_dict(self) -> dict:
         """All that a step changes; the tensors are the live ones."""
         return {"step": self.clock.step, "time_ms": self.clock.time_ms,
                 "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+                "optimizers": [o.state_dict() for o in self.optimizers], "average": self.average}
 
     def load_state_dict(self, state: dict) -> None:
         """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
@@ -1125,6 +1131,7 @@ class Trainer:
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
+        self.average = [average.to(self.ranks.device) for average in state.get("average", [])]
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
 # ---- Checkpoints and the loop -----------------------------------------------------------
@@ -1216,7 +1223,8 @@ def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
         score = validation.score(trainer.model)
         log.event("val", f"step:{clock.step}/{clock.iterations} {show(score, 4)} train_time:"
                   f"{clock.time_ms:.0f}ms step_avg:{clock.time_ms / max(clock.step, 1):.2f}ms"
-                  f"{validation.label}", step=clock.step, train_time_ms=clock.time_ms, **score)
+                  f"{validation.label}{' weights:live' * bool(trainer.average)}", step=clock.step,
+                  train_time_ms=clock.time_ms, **score)
         gc.collect()
 
 def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor, norm: Tensor,
@@ -1277,6 +1285,8 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     """Write final_model.pt and final_model.int8.ptz, and read the latter back. Calibration
     reads training text: it is on the clock. A signal waits for the files. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    for p in trainer.model.parameters() if trainer.average else ():
+        p.data.copy_(trainer.average.pop(0))
     state, grams = trainer.model.state_dict(), None
     clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
     with clock.paused():
