@@ -16,7 +16,6 @@ import io
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -333,7 +332,7 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+    if kind == "cpu" and os.name == "posix" and hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes all memory from its heap
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
     if world_size > 1:
@@ -446,32 +445,24 @@ class TokenLoader:
         self.stride = self.length if self.shuffled else self.length + 1  # as published
         self.batches(0)  # shards of another vocabulary are found before training
 
-    def start(self, piece: int) -> int:
-        """The position of a piece's first token; pieces are counted from the first step on."""
-        piece = piece % self.pieces if self.config.overfit else piece
-        if not self.shuffled:
-            return piece * self.stride % self.tokens
-        epoch, place = divmod(piece, self.rows)
-        return int(epoch_order(self.config.seed, epoch, self.rows)[place]) * self.stride
-
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
-        parts = []
-        while count > 0:
-            start %= self.tokens
-            index = int(np.searchsorted(self.ends, start, side="right"))
-            path, tokens = self.shards[index]
-            part = tokens[start - int(self.ends[index]):][:count]
-            parts.append(check_ids(part, self.config.vocab_size, path))
-            start += len(part)
-            count -= len(part)
-        return np.concatenate(parts)
+        start %= self.tokens
+        index = int(np.searchsorted(self.ends, start, side="right"))
+        path, tokens = self.shards[index]
+        part = tokens[start - int(self.ends[index]):][:count]
+        check_ids(part, self.config.vocab_size, path)
+        left = count - len(part)
+        return np.append(part, self.read(start + len(part), left)) if left else part
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step, from 0: inputs and targets (B, T), int64."""
-        first = step * self.pieces
+        first = 0 if self.config.overfit else step * self.pieces  # of all pieces in order
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
-        texts = np.stack([self.read(self.start(i), self.length + 1) for i in mine])
+        if self.shuffled:
+            mine = [int(epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows])
+                    for i in mine]
+        texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
         ids = torch.from_numpy(pairs.astype(np.int64))
         ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
@@ -741,9 +732,8 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
-        head = self.tok_emb if self.lm_head is None else self.lm_head
         cap = self.config.logit_softcap
-        logits = linear(rms_norm(x), head).float()
+        logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -896,17 +886,16 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)
     scales = (limits / levels).clamp_min(1e-7).half()
-    steps = scales.float()
     if gram is None:
-        return (rows / steps[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
+        return (rows / scales[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
     order = gram.diag().argsort(descending=True)
     gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
     for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True).float()):
-        rounded[:, i] = (rows[:, i] / steps).round().clamp(-levels, levels)
-        error = (rows[:, i] - rounded[:, i] * steps) / factors[i]
+        rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
+        error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
         rows[:, i:] -= torch.outer(error, factors[i:])
     return rounded[:, order.argsort()].to(torch.int8), scales
 
@@ -986,9 +975,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     try:
         data = np.fromfile(path, np.uint8, limit + 1).tobytes()
         if not data.startswith(b"PK"):  # torch.save writes zip archives
-            inflater = zlib.decompressobj()
-            data = inflater.decompress(data, limit + 1)
-            require(inflater.eof or len(data) > limit, "it ends too early")
+            data = zlib.decompressobj().decompress(data, limit + 1)
         require(len(data) <= limit, f"it has more than the {limit} bytes that the model needs")
         state = read_archive(data)
         state = state.get("model", state)  # of a checkpoint
@@ -1014,15 +1001,12 @@ def write_whole(path: Path, data: bytes) -> None:
 @torch.no_grad()
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
-    layers = {f"{name}.weight": module for name, module in model.named_modules()
-              if isinstance(module, nn.Linear | nn.Embedding)}
-    for layer in layers.values():
-        layer.gram = 0.0
+    model.apply(lambda module: setattr(module, "gram", 0.0))  # `linear` adds to it
     with torch.compiler.set_stance("force_eager"):
         for x, y in [pair for batches in steps for pair in batches]:
             model(x, y)
-    grams = {name: ranks.sum(layer.gram).cpu() for name, layer in layers.items()
-             if isinstance(layer.gram, Tensor)}  # an untied table has none
+    grams = {f"{name}.weight": ranks.sum(layer.gram).cpu() for name, layer
+             in model.named_modules() if isinstance(layer.gram, Tensor)}
     model.apply(lambda module: setattr(module, "gram", None))
     return grams
 
@@ -1057,8 +1041,7 @@ class Clock:
         stopped_ms = self.time_ms
         yield
         self.agree()
-        self.zero_ms += self.time_ms - stopped_ms
-        self.time_ms = stopped_ms
+        self.set(self.step, stopped_ms)
 
     def on_signal(self, number: int, frame) -> None:
         """Keep a signal until the ranks agree on it. A second Ctrl-C ends this process."""
@@ -1299,7 +1282,6 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     if config.gptq_batches:
         steps = range(clock.step, clock.step + config.gptq_batches)
         grams = calibrate(trainer.model, [loader.batches(step) for step in steps], ranks)
-        clock.agree()
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1330,16 +1312,15 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
-    config = trainer.config
+    config, step, label = trainer.config, trainer.clock.step, validation.label
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
-        took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
-        log.event("windows", f"windows {show(score)} {took}", step=trainer.clock.step, **score)
+        took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
+        log.event("windows", f"windows {show(score)} {took}", step=step, **score)
     score = validation.score(trainer.model)
-    took = f"eval_time:{score['eval_time_ms']:.0f}ms{validation.label}"
-    exact = f"final_int8_zlib_roundtrip_exact {show(score)}{validation.label}"
-    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n{exact}",
-              step=trainer.clock.step, **score)
+    took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
+    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n"
+              f"final_int8_zlib_roundtrip_exact {show(score)}{label}", step=step, **score)
     if not math.isfinite(score["val_loss"]):
         raise FloatingPointError("the final score is not finite; lower the rates")
 
@@ -1462,17 +1443,16 @@ def run(config: Config, overrides: dict, source: str) -> int:
     train(trainer, loader, validation, log)
     if exports and not clock.stop_signal:
         export(trainer, loader, validation, log)  # a signal that comes now waits for its files
-    status = 128 + int(clock.stop_signal) if clock.stop_signal else 0
-    if status:
+    if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
-        log.line(f"stopped: signal {status - 128} after step:{clock.step}; {hint}")
+        log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
     else:
         for number in stops:
             signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
     if ranks.world_size > 1:
         dist.barrier()  # gloo aborts in a rank whose peer has left
-    return status
+    return 128 + int(clock.stop_signal) if clock.stop_signal else 0
 
 def main() -> int:
     """Run the script with this process's arguments and environment; return the exit status."""
