@@ -132,6 +132,7 @@ class Config:
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = kept(False, "shift a part of each key by one token")
     exclusive_attn: bool = kept(False, "project a token's own value out of its output")
+    head_gate: bool = kept(False, "let each token weigh the output of each of its heads")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -630,6 +631,8 @@ class Attention(nn.Module):
         self.c_v = nn.Linear(width, kv_width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
+        if config.head_gate:
+            self.attn_scale_gate = nn.Parameter(torch.zeros(config.num_heads, min(32, width)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
         qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
@@ -643,6 +646,9 @@ class Attention(nn.Module):
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
         y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)  # (B, T, H, C)
+        if self.config.head_gate:  # of 32 inputs; 1 at first (arXiv:2505.06708)
+            gate = self.attn_scale_gate.to(x.dtype)
+            y = y * (2 * F.linear(x[..., :gate.size(1)], gate).sigmoid())[..., None]
         if self.config.exclusive_attn:  # arXiv:2603.09078
             own = rms_norm(v.transpose(1, 2))[:, :, :, None]
             y = y.unflatten(2, (v.size(1), -1))  # (B, T, K, H / K, C)

@@ -11,7 +11,7 @@ from conftest import tiny_config
 CPU = torch.device("cpu")
 
 
-REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True)
+REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
                         if f.type is bool and f.metadata["kind"] == "kept" and not f.default}
@@ -122,6 +122,9 @@ def reference_logits(model, tokens):
             y = scores.softmax(-1) @ v
             if config.exclusive_attn:
                 y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+            if config.head_gate:
+                gate = w["attn.attn_scale_gate"][head]
+                y = y * 2 * torch.sigmoid(h[..., :len(gate)] @ gate)[..., None]
             heads.append(y)
         x = x + w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
         hidden = norm(x) @ w["mlp.fc.weight"].T
