@@ -33,19 +33,8 @@ def trained_like(config):
     return model
 
 
-def test_default_shape_and_names():
-    model = train_gpt.GPT(train_gpt.Config(dtype="float32"))
-    names = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    assert sum(t.numel() for t in model.parameters()) == 17_059_912
-    wanted = {"tok_emb.weight": (1024, 512), "skip_weights": (4, 512)}
-    for i in range(9):
-        wanted |= {
-            f"blocks.{i}.attn.c_q.weight": (512, 512), f"blocks.{i}.attn.c_k.weight": (256, 512),
-            f"blocks.{i}.attn.c_v.weight": (256, 512), f"blocks.{i}.attn.proj.weight": (512, 512),
-            f"blocks.{i}.attn.q_gain": (8,), f"blocks.{i}.mlp.fc.weight": (1024, 512),
-            f"blocks.{i}.mlp.proj.weight": (512, 1024), f"blocks.{i}.attn_scale": (512,),
-            f"blocks.{i}.mlp_scale": (512,), f"blocks.{i}.resid_mix": (2, 512)}
-    assert names == wanted
+def test_the_default_model_has_the_published_size():
+    assert sum(p.numel() for p in train_gpt.GPT(train_gpt.Config(dtype="float32")).parameters()) == 17_059_912
 
 
 @pytest.mark.parametrize("changes", [
@@ -71,17 +60,12 @@ def test_a_new_model_guesses_and_a_padded_vocabulary_has_more_rows_and_the_same_
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_initial_values(tied):
-    published = train_gpt.GPT(tiny_config(tie_embeddings=tied))
-    assert published.tok_emb.weight.std().item() == pytest.approx(0.005 if tied else 1, rel=0.1)
-    assert ("lm_head.weight" in published.state_dict()) != tied and (tied or published.lm_head.weight.eq(0).all())
-    assert published.blocks[0].attn.proj.weight.eq(0).all() and published.blocks[0].mlp.proj.weight.eq(0).all()
+def test_initial_values_of_gpt2(tied):
     gpt2 = train_gpt.GPT(tiny_config(init="gpt2", num_layers=8, model_dim=64, tie_embeddings=tied))
     for name, p in gpt2.named_parameters():
         if name.endswith(".weight"):
             assert p.std().item() == pytest.approx(0.02 / (4 if ".proj." in name else 1), rel=0.1), name
             assert abs(p.mean().item()) < 0.002, name
-    assert gpt2.skip_weights.eq(1).all() and gpt2.blocks[0].attn_scale.eq(1).all()
 
 
 def reference_logits(model, tokens):
