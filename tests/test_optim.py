@@ -18,11 +18,6 @@ def make_trainer(**changes):
     return train_gpt.Trainer(tiny_config(**changes), one_process())
 
 
-def silent_log():
-    """The log of a rank that is not the main one."""
-    return train_gpt.RunLog("", "", is_main=False)
-
-
 def micro_batches(config, tokens):
     """Inputs and targets of rows of tokens (B, T + 1), as a loader splits them."""
     rows = config.micro_batch_tokens // config.train_seq_len
@@ -63,33 +58,20 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
 
 
 @pytest.mark.parametrize("changes, rates", [
-    (dict(tie_embeddings=True), {"tok_emb.weight": 0.03, "": 0.02}),
-    (dict(tie_embeddings=False), {"tok_emb.weight": 0.6, "lm_head.weight": 0.008, "": 0.02}),
-    *((dict(tie_embeddings=False, optimizer="adamw", adam_lr=3e-3, fused=fused), {"": 3e-3}) for fused in (True, False))])
-def test_adam_is_pytorchs_and_decays_matrices_and_tables_alone(changes, rates):
+    (dict(tie_embeddings=True), {"tok_emb.weight": 0.03}),
+    (dict(tie_embeddings=False), {"tok_emb.weight": 0.6, "lm_head.weight": 0.008}),
+    (dict(tie_embeddings=False, optimizer="adamw", adam_lr=0.02), {})])
+def test_each_parameter_is_in_one_group_and_vectors_do_not_decay(changes, rates):
     trainer = make_trainer(weight_decay=0.1, **changes)
-    twin = train_gpt.GPT(trainer.config)
-    twin.load_state_dict(trainer.model.state_dict())
-    groups, of_muon = [], []
-    for name, p in twin.named_parameters():
-        is_vector = p.ndim == 1 or "resid_mix" in name or name == "skip_weights"
-        if trainer.config.optimizer == "muon" and name.startswith("blocks.") and not is_vector:
-            of_muon.append(name)
-        else:
-            groups.append({"params": [p], "lr": rates.get(name, rates[""]), "weight_decay": 0.0 if is_vector else 0.1})
-    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(3):
-        tokens = torch.randint(0, 260, (2, 33), generator=torch.Generator().manual_seed(step))
-        for model in (trainer.model, twin):
-            model.zero_grad()
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-        trainer.optimizers[0].step()
-        reference.step()
+    groups = [(type(optimizer), group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    found = {id(p): (kind, group["lr"], group["weight_decay"]) for kind, group in groups for p in group["params"]}
+    assert sum(len(group["params"]) for _, group in groups) == len(found)
     for name, p in trainer.model.named_parameters():
-        torch.testing.assert_close(p, twin.get_parameter(name), rtol=1e-4, atol=1e-6, msg=name)
-    muons = [p for optimizer in trainer.optimizers[1:] for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in muons} == {id(trainer.model.get_parameter(name)) for name in of_muon}
-    assert len(muons) == len(of_muon) == (0 if "optimizer" in changes else 12)
+        is_vector = p.ndim == 1 or "resid_mix" in name or name == "skip_weights"
+        has_muon = "optimizer" not in changes and name.startswith("blocks.") and not is_vector
+        kind = train_gpt.Muon if has_muon else torch.optim.AdamW
+        assert found.pop(id(p)) == (kind, rates.get(name, 0.02), 0.0 if is_vector else 0.1), name
+    assert not found
 
 
 COSINE = dict(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0.1)
@@ -112,16 +94,6 @@ COSINE = dict(iterations=110, lr_schedule="cosine", lr_warmup_steps=10, min_lr=0
 def test_learning_rates(changes, wanted):
     config = tiny_config(**changes)
     assert {place: train_gpt.schedule(config, *place)[0] for place in wanted} == pytest.approx(wanted)
-
-
-def test_a_step_sets_learning_rates_and_momentum():
-    trainer = make_trainer(muon_momentum_warmup_steps=10, iterations=10, warmdown_iters=20, weight_decay=0.1)
-    trainer.clock.set(5, 0.0)
-    loss, norm = trainer.train_step(micro_batches(trainer.config, torch.randint(0, 260, (2, 33))))
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    assert [group["lr"] for group in groups] == [group["base_lr"] * 0.25 for group in groups]
-    assert groups[-1]["momentum"] == pytest.approx(0.955)
-    assert norm > 0 and abs(loss.item() - 5.56) < 0.1
 
 
 def step_of(trainer):
@@ -165,16 +137,14 @@ def test_a_compiled_model_computes_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_an_overflow_of_one_optimizer_does_not_reach_the_other(tmp_path, clip):
-    """float16: the table's gradient overflows; the matrices stay finite, and the run goes on."""
-    trainer = make_trainer(dtype="float16", grad_accum_steps=1, grad_clip_norm=clip, iterations=1, val_loss_every=0,
-                           data_path=str(make_shards(tmp_path)))
-    loader, table = train_gpt.TokenLoader(trainer.config, trainer.ranks), trainer.model.tok_emb.weight
+def test_an_overflow_of_one_optimizer_does_not_reach_the_other(clip):
+    """float16: the table's gradient overflows; the matrices stay finite."""
+    trainer = make_trainer(dtype="float16", grad_clip_norm=clip)
+    table = trainer.model.tok_emb.weight
     before = table.detach().clone()
     table.register_hook(lambda grad: torch.full_like(grad, float("inf")))
-    train_gpt.train(trainer, loader, None, silent_log())
-    _, norm = trainer.train_step(loader.batches(1))
-    assert norm.isinf() and trainer.clock.step == 1 and torch.equal(table, before)
+    _, norm = trainer.train_step(micro_batches(trainer.config, torch.randint(0, 260, (32, 33))))
+    assert norm.isinf() and torch.equal(table, before)
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
@@ -263,7 +233,8 @@ def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):
     ranks = FakeRanks(device="meta")  # any that is no CPU
     trainer = TimedTrainer(ranks, lambda step: 100.0 if step < 300 else 130.0, data_path=str(make_shards(tmp_path)),
                            max_wallclock_seconds=60.0, warmdown_iters=100, iterations=2000, train_log_every=0, val_loss_every=0)
-    train_gpt.train(trainer, train_gpt.TokenLoader(trainer.config, one_process()), None, silent_log())
+    silent = train_gpt.RunLog("", "", is_main=False)
+    train_gpt.train(trainer, train_gpt.TokenLoader(trainer.config, one_process()), None, silent)
     last, start_ms = trainer.clock.step, 5e6
     true = [100.0 * min(i, 300) + 130.0 * max(0, i - 300) for i in range(last + 1)]
     assert 60_000 <= ranks.ms - start_ms == true[-1] < 60_130 and last == 300 + math.ceil(30_000 / 130)
