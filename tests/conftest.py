@@ -124,8 +124,14 @@ def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None,
                           env={**clean, **(environment or {})}, capture_output=True, text=True, check=False)
 
 
+def run_script(monkeypatch, script, *arguments) -> None:
+    """Runs the main() of a script that was imported; SystemExit carries its error."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
+    script.main()
+
+
 def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
-    """The same in this process, which saves the start; SystemExit carries what it wrote to stderr."""
+    """run_trainer in this process, which saves the start; SystemExit carries what it wrote to stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
     handlers = {number: signal.getsignal(number) for number in signal.Signals if number.name in train_gpt.STOPS}

@@ -8,7 +8,7 @@ import prepare
 import pytest
 import tokenization
 import train_gpt
-from conftest import one_process, tiny_config, write_shard
+from conftest import one_process, run_script, tiny_config, write_shard
 
 TRAPS = [
     "plain words, then a full stop.", " one leading space", "  two", "trailing  ", "double  and   triple spaces",
@@ -33,9 +33,7 @@ def byte_stream(*texts):
 
 def make(monkeypatch, out, *arguments, tokenizer="byte260"):
     """Run prepare.py; return the manifest."""
-    words = ["prepare.py", *arguments, "--tokenizer", tokenizer, "--out", out]
-    monkeypatch.setattr("sys.argv", [str(word) for word in words])
-    prepare.main()
+    run_script(monkeypatch, prepare, *arguments, "--tokenizer", tokenizer, "--out", out)
     return json.loads((out / "manifest.json").read_text())
 
 

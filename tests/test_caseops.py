@@ -12,7 +12,7 @@ import sample
 import tokenization
 import torch
 import train_gpt
-from conftest import REPOSITORY, run_here, tiny_arguments
+from conftest import REPOSITORY, run_script, tiny_config
 
 FORMS = {"The quick": "\ue001the quick", "of The": "of\ue001 the", "NASA and I": "\ue002nasa and\ue001 i", "iPhone": "i\ue003phone",
          "a NASAs": "a \ue003n\ue003a\ue003s\ue003as", "3D_Print": "3\ue001d_\ue001print", "(Yes)": "(\ue001yes)",
@@ -24,9 +24,8 @@ def folded(tmp_path_factory):
     """A data set of this repository's text with --caseops."""
     out = tmp_path_factory.mktemp("folded") / "std"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["prepare.py", *(str(REPOSITORY / name) for name in ("train_gpt.py", "tests")),
-                                   "--tokenizer", "unigram512", "--caseops", "--val-docs", "2", "--out", str(out)])
-        prepare.main()
+        run_script(patch, prepare, REPOSITORY / "train_gpt.py", REPOSITORY / "tests", "--tokenizer", "unigram512",
+                   "--caseops", "--val-docs", 2, "--out", out)
     return out
 
 
@@ -61,13 +60,9 @@ def test_all_bytes_of_the_original_text_are_counted(folded):
     assert not any(set(tokenizer.model.id_to_piece(i)) & set(string.ascii_uppercase) for i in range(4 + 3 + 256, 512))
 
 
-def test_a_model_is_trained_and_sampled(folded, tmp_path, monkeypatch, capsys):
-    words = tiny_arguments(folded, RUN_ID="run", OUT_DIR="", TOKENIZER_PATH=str(folded / "tokenizer.model"), VOCAB_SIZE=512)
-    run_here(monkeypatch, tmp_path, *words)
-    model = sample.load(tmp_path / "logs" / "run" / "final_model.int8.ptz")
+def test_samples_have_capitals(folded, monkeypatch, capsys):
     tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
     written = tokenizer.encode([" of The NASA, once More"], 1)[0].tolist()
-    capsys.readouterr()
     monkeypatch.setattr(sample, "generate", lambda *_: iter(written))
-    sample.write_sample(model, tokenizer, "The end", SimpleNamespace(), torch.Generator())
+    sample.write_sample(train_gpt.GPT(tiny_config(vocab_size=512)), tokenizer, "The end", SimpleNamespace(), torch.Generator())
     assert capsys.readouterr().out == "The end of The NASA, once More\n\n"

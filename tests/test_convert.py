@@ -8,15 +8,10 @@ import pytest
 import shards
 import tokenization
 import train_gpt
-from conftest import write_shard
+from conftest import run_script, write_shard
 from test_bytes import byte_stream, check
 
 TEXTS = ["the quick brown fox", "", " jumps over ", "the lazy dög\n" * 9, "a"]
-
-
-def convert_to(monkeypatch, out, *arguments):
-    monkeypatch.setattr("sys.argv", ["convert.py", *map(str, arguments), "--out", str(out)])
-    convert.main()
 
 
 def write_tokens(folder, kind, split, texts):
@@ -44,9 +39,9 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     write_tokens(source, kind, "val", TEXTS)
     if kind in ("uint32", "int64"):  # read as GPT-2's, it would have a "!" after each token, and no error
         with pytest.raises(SystemExit, match="train.bin has a 0 after each id: .* choose another --dtype"):
-            convert_to(monkeypatch, out, source, "--tokenizer", "byte260", "--dtype", "uint16")
+            run_script(monkeypatch, convert, source, "--tokenizer", "byte260", "--dtype", "uint16", "--out", out)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
-    convert_to(monkeypatch, out, source, "--tokenizer", "byte260", *arguments)
+    run_script(monkeypatch, convert, source, "--tokenizer", "byte260", *arguments, "--out", out)
     validation, splits = check(out), json.loads((out / "manifest.json").read_text())["splits"]
     train, val = splits["train"], splits["val"]
     assert validation.tokens.tolist() == byte_stream(*TEXTS)
@@ -64,7 +59,8 @@ def test_a_vocabulary_without_bos_makes_one_document(tmp_path, monkeypatch):
     vocabulary.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": tokens}))
     for split, part in (("train", text * 200), ("val", text)):
         (tmp_path / f"{split}.bin").write_bytes(np.array([chars.index(c) for c in part], dtype="<u2").tobytes())
-    convert_to(monkeypatch, out, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", vocabulary, "--dtype", "uint16")
+    run_script(monkeypatch, convert, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", vocabulary,
+               "--dtype", "uint16", "--out", out)
     validation = check(out)
     assert json.loads((out / "manifest.json").read_text())["splits"]["val"]["bytes"] == len(text.encode())
     assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(validation.tokens).decode() == text
@@ -88,5 +84,5 @@ def test_mistakes_are_explained(tmp_path, monkeypatch, name, content, arguments,
     elif content is not None:
         np.save(path, content, allow_pickle=True)
     with pytest.raises(SystemExit, match=f"^convert.py: .*{wanted}"):
-        convert_to(monkeypatch, tmp_path / "set", path, "--tokenizer", "byte260", *arguments)
+        run_script(monkeypatch, convert, path, "--tokenizer", "byte260", *arguments, "--out", tmp_path / "set")
     assert {each.name for each in tmp_path.iterdir()} <= {name}  # nothing hidden is left behind

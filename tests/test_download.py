@@ -1,11 +1,11 @@
 """data/download.py against a small hub: a dictionary in place of the client's two functions, called as the client allows."""
 
 import os
-import sys
 from fnmatch import fnmatch
 from unittest.mock import create_autospec
 
 import pytest
+from conftest import run_script
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import download  # noqa: E402
@@ -32,8 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(download, "DATA", tmp_path / "data")
 
     def run(*arguments, variant="sp1024"):
-        monkeypatch.setattr(sys, "argv", ["download.py", "--variant", variant, *map(str, arguments)])
-        download.main()
+        run_script(monkeypatch, download, "--variant", variant, *arguments)
         return capsys.readouterr().out
     return run
 

@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import hashlib
 import lzma
 import os
 import sys
@@ -14,7 +13,7 @@ import pytest
 import shards
 import sources
 import train_gpt
-from conftest import run_here, tiny_config
+from conftest import run_here, run_script, tiny_config
 from test_bytes import make, write_jsonl
 
 
@@ -174,19 +173,6 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     assert made[0] == made[1]
 
 
-def test_shards_are_cut_by_tokens_and_described_by_the_manifest(tmp_path, monkeypatch):
-    texts = [f"document number {i}" for i in range(100)]
-    out = tmp_path / "my_val_set"  # which has no more validation shards than another one
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
-    manifest = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--val-docs", 10)
-    assert documents(out, "val") == texts[:10] and documents(out, "train") == texts[10:]
-    for split in manifest["splits"].values():
-        assert sum(shard["tokens"] for shard in split["shards"]) == split["tokens"]
-        assert all(shard["tokens"] == 500 for shard in split["shards"][:-1])
-        for shard in split["shards"]:
-            assert hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
-
-
 @pytest.mark.parametrize("arguments, wanted", [
     ([], "there is no text in SOURCE"), (["empty.txt"], "there is no text in SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"),
     (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
@@ -205,9 +191,8 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     (tmp_path / "empty.txt").touch()
     (tmp_path / "full" / "mine").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr("sys.argv", ["prepare.py", "--tokenizer", "byte260", "--out", "out", *map(str, arguments)])
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):
-        prepare.main()
+        run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out", "out", *arguments)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -1,12 +1,11 @@
 """What data/report.py says of sets whose documents are known."""
 
 import json
-import sys
 
 import pytest
 import report
 import shards
-from conftest import write_shard
+from conftest import run_script, write_shard
 from test_bytes import byte_stream, make, write_jsonl
 
 
@@ -14,10 +13,9 @@ from test_bytes import byte_stream, make, write_jsonl
 def show(monkeypatch, capsys):
     """Runs the script on a folder; returns what it prints, and its problems or its error, None if that is exit status 0."""
     def run(folder, *arguments):
-        monkeypatch.setattr(sys, "argv", ["report.py", str(folder), *map(str, arguments)])
         end = None
         try:
-            report.main()
+            run_script(monkeypatch, report, folder, *arguments)
         except SystemExit as stop:
             end = stop.code
         return capsys.readouterr().out, end
@@ -64,18 +62,18 @@ def test_problems_of_the_shards(show_shards):
 
 
 def test_files_are_compared_with_the_manifest(tmp_path, monkeypatch, show):
-    folder = tmp_path / "set"
+    folder = tmp_path / "my_val_set"  # which has no more validation shards than another one
     source = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(60)])
     monkeypatch.setattr(shards, "SHARD_TOKENS", 120)
     make(monkeypatch, folder, source, "--val-docs", 20, tokenizer="char")
     assert show(folder)[1] is None
-    for name in ("set_train_000001.bin", "set_val_000000.bin", "tokenizer.model"):
+    for name in ("my_val_set_train_000001.bin", "my_val_set_val_000000.bin", "tokenizer.model"):
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
         assert f"problems found\n{name} does not have the sha256 in manifest.json" in show(folder)[1]
         (folder / name).write_bytes(before)
-    (folder / "set_train_000001.bin").rename(folder / "set_train_000007.bin")
-    assert "set_train_000001.bin is listed in manifest.json, but missing\n" in show(folder)[1]
+    (folder / "my_val_set_train_000001.bin").rename(folder / "my_val_set_train_000007.bin")
+    assert "my_val_set_train_000001.bin is listed in manifest.json, but missing\n" in show(folder)[1]
     for damaged in (b"\xff", b"[" * 100_000, b"null", b'{"splits": {"train": {"shards": 5}}}'):
         (folder / "manifest.json").write_bytes(damaged)
         assert "manifest.json is damaged: " in show(folder)[1]

@@ -16,7 +16,7 @@ import pytest
 import sample
 import torch
 import train_gpt
-from conftest import REPOSITORY, make_shards, run_here, tiny_arguments, tiny_config
+from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments, tiny_config
 from test_model import SWITCHES, trained_like
 
 NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()}
@@ -42,9 +42,8 @@ def tiny_settings() -> list[str]:
 def call(monkeypatch, capsys):
     """Runs a script's main() with arguments and typed lines; returns what it printed. SystemExit has its error."""
     def run(script, *arguments, typed=""):
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        script.main()
+        run_script(monkeypatch, script, *arguments)
         return capsys.readouterr().out
 
     return run
