@@ -125,7 +125,8 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
 
 def test_validation_is_cut_to_whole_rows(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", [1] + [70] * 40 + [1] + [70] * 30)
-    validation = train_gpt.Validation(tiny_config(data_path=str(tmp_path)), one_process())
+    config = tiny_config(data_path=str(tmp_path), val_tokens=5000)  # there are fewer
+    validation = train_gpt.Validation(config, one_process())
     assert (validation.tokenizer_kind, len(validation.tokens), validation.bytes) == ("byte", 65, 63)  # a target is BOS
     assert validation.data_sha256 == {}  # there is no manifest
 
