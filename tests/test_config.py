@@ -22,6 +22,7 @@ MODEL_DIR COMPILER DATASET_PATH DEVICES SEEDS"""  # the last are near to ours, a
 def test_defaults_are_the_published_ones():
     config, overrides = train_gpt.load_config([], {})
     assert overrides == {} and {name: getattr(config, name) for name in PUBLISHED} == PUBLISHED
+    assert sum(p.numel() for p in train_gpt.GPT(config).parameters()) == 17_059_912
 
 
 def test_arguments_win_over_the_environment_and_both_over_files(tmp_path):

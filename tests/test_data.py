@@ -57,13 +57,6 @@ def whole_batch(loader, step):
     return tuple(torch.cat(parts) for parts in zip(*loader.batches(step)))
 
 
-def rows_of(config, world_size, steps):
-    """For each step, the sorted rows of inputs and targets of all ranks."""
-    ranks = loaders(train_gpt.replace(config, grad_accum_steps=max(1, 8 // world_size)), world_size)
-    return [sorted(pair for loader in ranks for pair in zip(*(part.tolist() for part in whole_batch(loader, step))))
-            for step in range(steps)]
-
-
 def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
     """A step is (tokens + 1) * world consecutive tokens for each accumulation, a span for each rank in turn. They cross the
     ends of shards, of which one is shorter than a span, and begin anew at the end of the last."""
@@ -100,9 +93,12 @@ def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp
 
 def test_the_shuffled_stream_is_the_same_for_any_number_of_ranks(tmp_path):
     config, _ = stream_config(tmp_path, [1500, 40, 2000, 777], loader="shuffled")
-    wanted = rows_of(config, 1, 7)
-    assert all(len(step) == 32 for step in wanted)
-    assert all(rows_of(config, world_size, 7) == wanted for world_size in (2, 8, 32))
+    found = []  # for each number of ranks: the sorted rows of inputs and targets of all ranks, step by step
+    for world_size in (1, 2, 8, 32):
+        ranks = loaders(train_gpt.replace(config, grad_accum_steps=max(1, 8 // world_size)), world_size)
+        found.append([sorted(row for loader in ranks for row in torch.stack(whole_batch(loader, step), 1).tolist())
+                      for step in range(7)])
+    assert all(len(step) == 32 for step in found[0]) and all(steps == found[0] for steps in found)
 
 
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):

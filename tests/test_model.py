@@ -33,10 +33,6 @@ def trained_like(config):
     return model
 
 
-def test_the_default_model_has_the_published_size():
-    assert sum(p.numel() for p in train_gpt.GPT(train_gpt.Config(dtype="float32")).parameters()) == 17_059_912
-
-
 @pytest.mark.parametrize("changes", [
     dict(num_layers=1), dict(num_layers=5, tie_embeddings=False), dict(attn="tiled"),
     *({name: value} for name, value in SWITCHES.items()), SWITCHES], ids=lambda changes: "-".join(changes))
@@ -200,7 +196,6 @@ def test_types_of_a_bfloat16_run():
         model = train_gpt.GPT(tiny_config(dtype="bfloat16", **changes))
         assert model.tok_emb.weight.dtype == torch.float32  # small updates and decay would vanish in bfloat16
     found, exact = (m.rotary[:, 1, 0] for m in (model, train_gpt.GPT(tiny_config())))  # cos, sin at position 1
-    frequencies = torch.atan2(exact[1], exact[0])
     assert found.dtype == torch.float32 and not torch.allclose(found, exact, rtol=0, atol=1e-5)
-    rounded = frequencies.bfloat16().float()
+    rounded = torch.atan2(exact[1], exact[0]).bfloat16().float()
     torch.testing.assert_close(found, torch.stack((rounded.cos(), rounded.sin())), rtol=0, atol=1e-6)

@@ -24,8 +24,10 @@ NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with final_model.int8.ptz and final_model.pt, and its data."""
+    """A folder with final_model.int8.ptz, final_model.pt and another tokenizer, other.json, and its data."""
     folder = tmp_path_factory.mktemp("trained")
+    tokens = [""] * 4 + [chr(byte) for byte in range(256)]
+    (folder / "other.json").write_text(json.dumps({"kind": "table", "bos": -1, "tokens": tokens}))
     data = make_shards(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         run_here(monkeypatch, folder, *tiny_arguments(
@@ -51,11 +53,9 @@ def call(monkeypatch, capsys):
 
 def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
     folder, data = trained
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": [""] * 4 + [chr(i) for i in range(256)]}))
     with pytest.raises(SystemExit, match="other.json is missing or not the model's, of TOKENIZER_SHA256="):
-        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={other}", "ITERATIONS=0", "COMPILE=0",
-                 f"INIT_FROM={folder / 'final_model.int8.ptz'}")
+        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={folder / 'other.json'}", "ITERATIONS=0",
+                 "COMPILE=0", f"INIT_FROM={folder / 'final_model.int8.ptz'}")
 
 
 def repacked(artifact: bytes, changes: dict) -> bytes:
@@ -153,16 +153,23 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
 
 
 @pytest.mark.parametrize("script, arguments, message", [
-    (sample, ["ARTIFACT", "--tokenizer", "OTHER"], "other.json is not the one"),
-    (sample, ["WEIGHTS", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
-    (export_hf, ["WEIGHTS", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
-def test_what_cannot_be_used_is_named(trained, tmp_path, call, script, arguments, message):
-    folder, _ = trained
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": ["a"] * 260}))
-    files = {"ARTIFACT": folder / "final_model.int8.ptz", "WEIGHTS": folder / "final_model.pt", "OTHER": other}
+    (sample, ["final_model.int8.ptz", "--tokenizer", "other.json"], "other.json is not the one"),
+    (sample, ["final_model.pt", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
+    (export_hf, ["final_model.pt", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
+def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, arguments, message):
+    monkeypatch.chdir(trained[0])
     with pytest.raises(SystemExit, match=message):
-        call(script, *(files.get(argument, argument) for argument in arguments))
+        call(script, *arguments)
+
+
+@pytest.mark.parametrize("epoch, loss, warns", [(8.0, 4.6, True), (3.0, 4.6, False), (8.0, 2.0, False)])
+def test_a_text_that_was_learnt_by_heart_is_a_warning(tmp_path, epoch, loss, warns):
+    log = tmp_path / "mine.jsonl"
+    found = [dict(event="config", config={"OUT_DIR": "x"}), dict(event="train", epoch=epoch, train_loss=1.5),
+             dict(event="val", train_time_ms=9.0), dict(event="export", artifact_bytes=1, code_bytes=1),
+             dict(event="final", step=9, val_loss=loss, val_bpb=1.0)]
+    log.write_text("\n".join(map(json.dumps, found)))
+    assert ("use more text or fewer steps" in events.summarize(log)) == warns
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -176,16 +183,6 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize("epoch, loss, warns", [(8.0, 4.6, True), (3.0, 4.6, False), (8.0, 2.0, False)])
-def test_a_text_that_was_learnt_by_heart_is_a_warning(tmp_path, epoch, loss, warns):
-    log = tmp_path / "mine.jsonl"
-    found = [dict(event="config", config={"OUT_DIR": "x"}), dict(event="train", epoch=epoch, train_loss=1.5),
-             dict(event="val", train_time_ms=9.0), dict(event="export", artifact_bytes=1, code_bytes=1),
-             dict(event="final", step=9, val_loss=loss, val_bpb=1.0)]
-    log.write_text("\n".join(map(json.dumps, found)))
-    assert ("use more text or fewer steps" in events.summarize(log)) == warns
-
-
 def launched(variables):
     """The ranks and the first machine that are found with a launcher's variables alone."""
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +190,7 @@ def launched(variables):
         return train_gpt.find_ranks(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
 
-def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path):
+def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, capsys):
     nodes = tmp_path / "nodes"
     nodes.write_text("x3001c0s1\nx3001c0s1\nx3002c0s1\n")
     assert launched({}) == ([0, 1, 0, 1], None, None)
@@ -205,6 +202,7 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path):
     assert launched({**OPEN_MPI, **BATCH}) == ([5, 8, 1, 4], "rack1n3", "29500")  # mpirun in a batch job
     assert launched({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "2"}) == ([5, 8, 1, 4], "a", "2")
     assert launched(BATCH)[0] == [0, 1, 0, 1]  # one process in a job
+    assert capsys.readouterr().err == "warning: one process of SLURM_NTASKS: start it by srun\n"
 
 
 @pytest.mark.parametrize("variables, wanted", [
