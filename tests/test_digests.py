@@ -31,9 +31,10 @@ BASE = {"ITERATIONS": "30", "WARMDOWN_ITERS": "10", "MUON_MOMENTUM_WARMUP_STEPS"
         "RUN_ID": "run", "ATTN": "math"}
 SWITCHES = [
     "VOCAB_PAD=64", "TIE_EMBEDDINGS=0", "INIT=gpt2", "MLP_SLOPE=0.3", "ROPE_DIMS=8", "SHIFT_KEYS=1", "EXCLUSIVE_ATTN=1",
-    "SMEAR=1", "OPTIMIZER=adamw", "MUON_ROW_NORM=1", "FUSED=0", "WEIGHT_DECAY=0.1", "LR_SCHEDULE=cosine", "LR_WARMUP_STEPS=5",
-    "WARMDOWN_FRACTION=0.6", "MIN_LR=0.1", "GRAD_CLIP_NORM=0.5", "LOADER=shuffled", "OVERFIT=1", "EXPORT_BITS=5",
-    "EMBED_BITS=6", "EXPORT_CLIP=3", "GPTQ_BATCHES=2", "EXPORT_CODER=huffman", "SIZE_CAP=100000",
+    "HEAD_GATE=1", "SMEAR=1", "EMA_DECAY=0.9", "OPTIMIZER=adamw", "MUON_ROW_NORM=1", "FUSED=0", "WEIGHT_DECAY=0.1",
+    "LR_SCHEDULE=cosine", "LR_WARMUP_STEPS=5", "WARMDOWN_FRACTION=0.6", "MIN_LR=0.1", "GRAD_CLIP_NORM=0.5",
+    "LOADER=shuffled", "OVERFIT=1", "EXPORT_BITS=5", "EMBED_BITS=6", "EXPORT_CLIP=3", "GPTQ_BATCHES=2",
+    "EXPORT_CODER=huffman", "SIZE_CAP=100000",
 ]
 CASES = [
     "", *SWITCHES, "NUM_LAYERS=1", "NUM_LAYERS=4 NUM_KV_HEADS=2", "MLP_MULT=3 ROPE_BASE=1000", "ATTN=tiled", "ATTN=flash",
@@ -54,16 +55,18 @@ def tensors_of(value) -> list[torch.Tensor]:
 
 
 def digests_of(trainer, case: str, data: Path, folder: Path) -> str:
-    """The SHA-256 of the artifact, not compressed, and of the tensors in the last checkpoint, sorted."""
+    """The SHA-256 of the artifact without its settings, which a new switch adds to, and of the tensors in the last checkpoint,
+    sorted."""
     folder.mkdir()
     os.chdir(folder)
     sys.argv[1:] = [*tiny_arguments(data, **BASE), *case.split()]
     trainer.main()
-    artifact = zlib.decompress(Path("final_model.int8.ptz").read_bytes())
+    artifact = trainer.read_archive(zlib.decompress(Path("final_model.int8.ptz").read_bytes()))
+    del artifact["about"]
     state = torch.load(io.BytesIO(Path("checkpoints", "run_00000030.pt").read_bytes()), weights_only=True)
     tensors = tensors_of([state["model"], state.get("optimizers", state.get("moments"))])
     parts = sorted(hashlib.sha256(repr((t.dtype, t.shape)).encode() + t.numpy().tobytes()).hexdigest() for t in tensors)
-    return f"{hashlib.sha256(artifact).hexdigest()} {hashlib.sha256(''.join(parts).encode()).hexdigest()}"
+    return f"{hashlib.sha256(trainer.saved(artifact)).hexdigest()} {hashlib.sha256(''.join(parts).encode()).hexdigest()}"
 
 
 def all_digests(path: Path) -> dict[str, str]:
