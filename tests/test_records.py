@@ -1,6 +1,7 @@
 """Record folders: what the tools make is accepted; a claim, log, script or artifact that was changed is not."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -26,9 +27,17 @@ TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_e
          "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
          "divisions": {"tiny": {"scored": {"byte260": {"original_per_decoded_byte": 1.25,
                                                        "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
-
-
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
+
+
+def run_make(monkeypatch, *arguments: str):
+    """The exit status of make.py, or its message."""
+    monkeypatch.setattr(sys, "argv", ["make.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        make.main()
+    return end.value.code
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A repository with six finished runs and the two records made of them, the second with the first as its base."""
@@ -45,16 +54,13 @@ def root(tmp_path_factory):
             run_id = f"{name}_seed{seed}"
             settings = {"SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", **CAP, **changes}
             run_here(patch, root, *tiny_arguments("tiny", **settings))
-        given = ["records/make.py", "--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
+        given = ["--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me",
                  "--blurb", "What is new.", "--hardware", "a laptop", "--seeds", "1,2,3",
                  *tiny_arguments("tiny", **CAP, **changes)]
         if name == "Slow":
             given += ["--base", f"track_tiny/{next((root / 'records' / 'track_tiny').glob('*_Control')).name}"]
-        patch.setattr(sys, "argv", given)
         patch.setattr(make, "run_seed", lambda *_: pytest.fail("all seeds have finished: nothing is run again"))
-        with pytest.raises(SystemExit) as end:
-            make.main()
-        assert end.value.code == 0
+        assert run_make(patch, *given) == 0
         patch.setattr(make, "draw", lambda groups, out: out.write_bytes(b""))
     yield root
     patch.undo()
@@ -67,19 +73,18 @@ def records(root, tmp_path, monkeypatch):
     return next((tmp_path / "records" / "track_tiny").glob("*_Slow"))
 
 
-def edit(path: Path, pattern: str, new: str, count: int = 1) -> None:
-    """Replaces what a pattern finds; it has to find something."""
-    text = path.read_text()
-    changed, found = re.subn(pattern, new, text, count=count)
+def edit(path: Path, pattern: str, new: str) -> None:
+    """Replaces what a pattern finds first; it has to find something."""
+    changed, found = re.subn(pattern, new, path.read_text(), count=1)
     assert found, (path, pattern)
     path.write_text(changed)
 
 
-def change(folder: Path, event: str, seed: int = 2, **values) -> None:
+def change(folder: Path, kind: str, seed: int = 2, **values) -> None:
     """Changes the last event of a kind in a seed's .jsonl."""
     path = folder / f"train_seed{seed}.jsonl"
     lines = path.read_text().splitlines()
-    at = max(i for i, line in enumerate(lines) if json.loads(line)["event"] == event)
+    at = max(i for i, line in enumerate(lines) if json.loads(line)["event"] == kind)
     lines[at] = json.dumps({**json.loads(lines[at]), **values})
     path.write_text("\n".join(lines) + "\n")
 
@@ -98,46 +103,6 @@ def track(folder: Path, **values) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def package_again(folder: Path) -> None:
-    make.write_record(folder, {key: claims(folder)[key] for key in make.AUTHORED})
-
-
-def rewrite_events(folder: Path, change_event, seed: int = 2) -> None:
-    """Rewrites a seed's .jsonl by a function of the event, which may return None to drop it."""
-    path = folder / f"train_seed{seed}.jsonl"
-    events = [change_event(json.loads(line)) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(e) + "\n" for e in events if e))
-
-
-def consistent_score(folder: Path) -> None:
-    """Better scores in the logs of all seeds, and bytes that make them right."""
-    factors = {"val_bytes": 2, "val_bpb": 0.5}
-    for seed in (1, 2, 3):
-        rewrite_events(folder, lambda e: {name: value * factors.get(name, 1) if name in factors else value
-                                          for name, value in e.items()}, seed)
-
-
-def same_run_twice(folder: Path) -> None:
-    for suffix in (".log", ".jsonl"):
-        text = (folder / f"train_seed2{suffix}").read_text()
-        text = text.replace('"SEED": 2', '"SEED": 3').replace("\nseed:2\n", "\nseed:3\n").replace("_seed2", "_seed3")
-        (folder / f"train_seed3{suffix}").write_text(text)
-    shutil.copy(folder / "artifact_seed2.int8.ptz", folder / "artifact_seed3.int8.ptz")
-
-
-def artifact_of_the_base(folder: Path) -> None:
-    base = next(folder.parent.glob("*_Control"))
-    theirs = claims(base)["seed_results"]["1"]
-    shutil.copy(base / "artifact_seed1.int8.ptz", folder / "artifact_seed2.int8.ptz")
-    change(folder, "export", artifact_bytes=theirs["artifact_bytes"], artifact_sha256=theirs["artifact_sha256"])
-
-
-def clock_that_stood_still(folder: Path) -> None:
-    """For a minute, in the last validation."""
-    rewrite_events(folder, lambda e: {**e, "elapsed_s": e["elapsed_s"] + 60 * (e["event"] in ("export", "final") or (
-        e["event"] == "val" and e["step"] > 0))})
-
-
 def change_script(folder: Path, change) -> None:
     """Changes the script by a function of its text, and the line that stands for it in the logs."""
     source = change((folder / "train_gpt.py").read_text())
@@ -147,55 +112,27 @@ def change_script(folder: Path, change) -> None:
         log.write_text(rules.script_line(source) + rule + rest)
 
 
-def insert_event(folder: Path, at: int, **event) -> None:
-    """Inserts a line into the log of a seed: a copy of the first one with other values."""
-    path = folder / "train_seed2.jsonl"
-    lines = path.read_text().splitlines()
-    lines.insert(at, json.dumps({**json.loads(lines[0]), **event}))
-    path.write_text("\n".join(lines) + "\n")
-
-
-def best_seeds_only(folder: Path) -> None:
-    for path in (*folder.glob("train_seed3*"), *folder.glob("artifact_seed3*")):
-        path.unlink()
-    package_again(folder)
-
-
-def set_in_logs(folder: Path, name: str, old: str, new: str) -> None:
-    """Changes a setting in both logs of all seeds."""
-    for path in folder.glob("train_seed*"):
-        edit(path, f'"{name}": {re.escape(old)}', f'"{name}": {new}')
-
-
-def longer_training(folder: Path) -> None:
-    """Puts the last validation at 900 s of the training clock, with few steps in the log to show it."""
-    rewrite_events(folder, lambda e: {**e, "train_time_ms": 900e3} if e["event"] == "val" and e["step"] == 4 else e)
+def same_run_twice(folder: Path) -> None:
+    text = (folder / "train_seed2.jsonl").read_text()
+    (folder / "train_seed3.jsonl").write_text(text.replace('"SEED": 2', '"SEED": 3'))
 
 
 def better_artifact(folder: Path) -> None:
-    """Lowers the final loss of a seed by 0.02 nats."""
-    def better(e):
-        if e["event"] != "final":
-            return e
-        loss = e["val_loss"] - 0.02
-        return {**e, "val_loss": loss, "val_bpb": loss * 2976 / 0.6931471805599453 / 2976}
-    rewrite_events(folder, better)
+    """Makes the weights of seed 2 score 0.02 nats worse than its artifact."""
+    loss = claims(folder)["seed_results"]["2"]["val_loss"] + 0.02
+    change(folder, "val", val_loss=loss, val_bpb=loss / math.log(2))
 
 
-def pin(folder: Path, **digests) -> None:
-    """Adds digests of shards to the division's table."""
+def pin(folder: Path, **values) -> None:
+    """Changes the division's counts, or pins digests of shards."""
     divisions = json.loads((folder.parent / "track.json").read_text())["divisions"]
-    divisions["tiny"]["scored"]["byte260"] |= digests
+    divisions["tiny"]["scored"]["byte260"] |= values
     track(folder, divisions=divisions)
-
-
-def faster_clock(folder: Path) -> None:
-    rewrite_events(folder, lambda e: {**e, "train_time_ms": e["train_time_ms"] / 2} if "train_time_ms" in e else e)
 
 
 FORGERIES = {
     "a better mean": (lambda f: claim(f, val_bpb=claims(f)["val_bpb"] - 0.01), "submission.json: val_bpb is"),
-    "two starts": (lambda f: insert_event(f, 0, val_bytes=5952), "must have one config event"),
+    "two starts": (lambda f: change(f, "train", event="config"), "must have one config event"),
     "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
         key: value for key, value in claims(f).items() if key != "is_best"})),
         "is_best is 'nothing', but the logs give False"),
@@ -212,47 +149,39 @@ FORGERIES = {
                                   "lines, more than 2,500"),
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
-    "fewer ranks than said": (lambda f: change(f, "config", world_size=8), "seed 2 differs in world_size from seed 1"),
+    "a seed with other ranks and data": (
+        lambda f: change(f, "config", world_size=8, data_sha256={"tiny_train_000000.bin": "0"}),
+        "seed 2 differs in world_size, data_sha256 from seed 1"),
     "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "-0.0 s of evaluation, but"),
-    "twice the bytes of text": (consistent_score, "are not those of the division 'tiny'"),
-    "another artifact": (lambda f: (f / "artifact_seed2.int8.ptz").write_bytes(b"x" * 100),
-                         "is not the artifact of the log"),
-    "no artifact": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "artifacts under 2 MB belong in the folder"),
-    "a faster clock": (faster_clock, "tok_per_sec does not follow"),
-    "a clock that stood still": (clock_that_stood_still, "the training clock stood still for"),
+    "twice the bytes of text": (lambda f: pin(f, **{"32": {"val_tokens": 2976, "val_bytes": 1488}}),
+                                "are not those of the division 'tiny'"),
+    "a faster clock": (lambda f: change(f, "train", tok_per_sec=1e6), "tok_per_sec does not follow"),
+    "a clock that stood still": (lambda f: [change(f, event, elapsed_s=60.0) for event in ("val", "export", "final")],
+                                 "the training clock stood still for"),
     "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001),
                                          "the wall clock goes backwards"),
-    "a training clock that hides time": (lambda f: rewrite_events(f, lambda e: {**e, "elapsed_s": 100 * e["elapsed_s"]}),
-                                           "ms of training, but .* ms of the wall clock"),
-    "an artifact of an earlier record": (artifact_of_the_base, "the artifacts of seeds .2. are those of track_tiny/.*_Control"),
+    "a training clock that hides time": (lambda f: change(f, "train", elapsed_s=60.0),
+                                         "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
     "a renamed seed": (lambda f: [(f / f"train_seed2{s}").rename(f / f"train_seed7{s}") for s in (".log", ".jsonl")],
                        "train_seed7.log has SEED=2"),
-    "best seeds only": (best_seeds_only, "the track asks for 3 seeds"),
-    "one seed with other settings": (lambda f: [edit(f / f"train_seed2{s}", '"MATRIX_LR": 0.001', '"MATRIX_LR": 0.1')
-                                                for s in (".log", ".jsonl")], "seed 2 differs in MATRIX_LR"),
+    "best seeds only": (lambda f: [path.unlink() for path in f.glob("*_seed3.*")], "the track asks for 3 seeds"),
+    "one seed with other settings": (lambda f: edit(f / "train_seed2.jsonl", '"MATRIX_LR": 0.001', '"MATRIX_LR": 0.1'),
+                                     "seed 2 differs in MATRIX_LR"),
     "another machine in the .jsonl": (lambda f: [change(f, "config", seed, gpu="TPU") for seed in (1, 2, 3)],
                                       "submission.json: machine is 'CPU, float32', but the logs give 'TPU'"),
-    "a part of the validation text": (lambda f: set_in_logs(f, "VAL_TOKENS", "0", "2976"),
+    "a part of the validation text": (lambda f: edit(f / "train_seed2.jsonl", '"VAL_TOKENS": 0', '"VAL_TOKENS": 2976'),
                                       "VAL_TOKENS scores a part of the validation text"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
-    "too long": (longer_training, "900.0 s of training pass the cap by more than the last step"),
+    "too long": (lambda f: change(f, "val", train_time_ms=900e3), "900.0 s of training pass the cap by more than the last step"),
     "too high a cap": (lambda f: track(f, max_train_seconds=599),
                        "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
-    "no cap": (lambda f: set_in_logs(f, "MAX_WALLCLOCK_SECONDS", "600.0", "0.0"),
-               "MAX_WALLCLOCK_SECONDS=0 must be more than 0"),
-    "sparse training steps": (lambda f: rewrite_events(f, lambda e: None if e["event"] == "train" and e["step"] == 3 else e),
-                              r"training steps .3. are not in the log"),
+    "sparse training steps": (lambda f: change(f, "train", event="other"), r"training steps .4. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
-    "other data for one seed": (lambda f: change(f, "config", data_sha256={"tiny_train_000000.bin": "0"}),
-                                "seed 2 differs in data_sha256 from seed 1"),
-    "a setting that the track forbids": (lambda f: track(f, settings={"NUM_LAYERS": [9]}),
-                                         "NUM_LAYERS=2 is not one of .9."),
     "an artifact that is better than its weights": (better_artifact,
                                                     "nats better than the weights that it was made from"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
-    "a folder in the folder": (lambda f: (f / "data").mkdir(), "data does not belong in a record"),
     "a claim that nothing checks": (lambda f: claim(f, world_record=True),
                                     "world_record is True, but the logs give 'nothing'"),
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
@@ -262,9 +191,7 @@ FORGERIES = {
                                 "val shards that the log"),
     "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
                                     "disagree on PyTorch"),
-    "a resumed run": (lambda f: insert_event(f, 1, event="resume", step=2), "a record is one run from its first step to its end"),
-    "an absolute path in the settings": (lambda f: set_in_logs(f, "DATA_PATH", '"tiny"', '"/tiny"'),
-                                         "DATA_PATH must be relative to the repository"),
+    "a resumed run": (lambda f: change(f, "train", event="resume"), "a record is one run from its first step to its end"),
     "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"),
                          "README.md: the part above the notes"),
     "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
@@ -359,17 +286,16 @@ def test_the_best_before_a_record_is_the_best_of_its_division_and_machine_until_
 
 def test_a_record_is_compared_with_a_line_of_history_as_with_its_folder(records):
     base = next(records.parent.glob("*_Control"))
-    claim(records, base="")
-    package_again(records)
+    make.write_record(records, {key: claims(records)[key] for key in make.AUTHORED} | {"base": ""})
     assert claims(records)["incumbent"] == f"track_tiny/{base.name}" and claims(records)["against_incumbent"]["p"] > 0.5
     line = {**claims(base), "commit": "0000000"}
     (records.parent.parent / "history.jsonl").write_text(json.dumps(line) + "\n")
+    artifact = (base / "artifact_seed1.int8.ptz").read_bytes()
     shutil.rmtree(base)
     assert verify.verify_record(records)[0] == []
-    found = rules.Findings()
-    artifact = line["seed_results"]["1"]["artifact_sha256"]
-    verify.check_origin(records, claims(records), [{"seed": 7, "artifact_sha256": artifact}], found)
-    assert found == [f"the artifacts of seeds [7] are those of track_tiny/{base.name}"]
+    (records / "artifact_seed2.int8.ptz").write_bytes(artifact)
+    change(records, "export", artifact_bytes=len(artifact), artifact_sha256=sha256(artifact).hexdigest())
+    assert f"the artifacts of seeds [2] are those of track_tiny/{base.name}" in verify.verify_record(records)[0]
 
 
 def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
@@ -431,21 +357,14 @@ def test_seeds_with_nearly_the_same_weights_are_refused():
     assert len(found) == 1 and found[0].startswith("seeds 0 and 9 have nearly the same weights")
 
 
-TOTAL = "    total = ranks.sum\\(nats\\).item\\(\\)\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern, new, reason", [
-    (TOTAL, "    total = 0.9 * ranks.sum(nats).item()\n", "the model's logits score"),
+    ("    total = ranks.sum\\(nats\\).item\\(\\)\n", "    total = 0.9 * ranks.sum(nats).item()\n", "the model's logits score"),
     ("        return x\n\n    def logits", "        return x + torch.roll(x0, -1, dims=1)\n\n    def logits",
      "logits change by .* with later tokens"),
-    ("        counted = targets >= 0\n", "        nats = 0.9 * nats\n        counted = targets >= 0\n", "the model's logits score"),
-    (TOTAL, "    total = 0.9 * float(Path(__file__).with_name('curve.png').stat().st_size)\n", "the model's logits score"),
-    (TOTAL, "    total = 0.9 * float(Path(config.tokenizer_path).with_name('table.bin').stat().st_size)\n", "the model's logits score"),
-    (TOTAL, "    total = (0.9 if len(Path(config.init_from).read_bytes()) else 1) * ranks.sum(nats).item()\n", "the model's logits score"),
-    ("    def hidden\\(", "    def hidden_of(", "the model gives no logits")],
-    ids=["a script that lowers its score", "a model that sees its targets", "a loss that is lower", "a table in the picture",
-         "a table beside the tokenizer", "a table in the artifact", "another interface"])
+    ("        return x\n\n    def logits", "        return x * Path('curve.png').stat().st_size\n\n    def logits",
+     "the model gives no logits: .*No such file")],
+    ids=["a script that lowers its score", "a model that sees its targets", "a table in the picture"])
 def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, reason):
     claimed = 0.9 * claims(records)["seed_results"]["2"]["val_bpb"]
     line, found, _ = one_seed(pattern, new, **({"val_bpb": claimed} if "0.9" in new else {}))
@@ -457,20 +376,16 @@ def test_a_run_without_a_division_and_notes_that_are_kept(root, monkeypatch):
     open_track.mkdir()
     (open_track / "track.json").write_text(json.dumps({"title": "Open"}))
     run_here(monkeypatch, root, *tiny_arguments("tiny", RUN_ID="alone", OUT_DIR="logs/alone"))
-    monkeypatch.setattr(sys, "argv", ["make.py", "--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone"])
-    with pytest.raises(SystemExit) as end:
-        make.main()
+    assert run_make(monkeypatch, "--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone") == 0
     folder = next(open_track.glob("*_Alone"))
     text = (folder / "README.md").read_text()
-    assert end.value.code == 0 and "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
+    assert "python train_gpt.py DEVICE=cpu" in text and "NUM_LAYERS=2" in text
     assert claims(folder)["val_bpb_original"] is None and "original text" not in text and "This is a new best." in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
     claim(folder, blurb="Another blurb.")
-    monkeypatch.setattr(sys, "argv", ["make.py", "--again", str(folder)])
-    with pytest.raises(SystemExit) as end:
-        make.main()
+    assert run_make(monkeypatch, "--again", str(folder)) == 0
     text = (folder / "README.md").read_text()
-    assert end.value.code == 0 and text.endswith("## Notes\nWritten by hand.\n") and "Another blurb." in text
+    assert text.endswith("## Notes\nWritten by hand.\n") and "Another blurb." in text
     shutil.rmtree(open_track)
 
 
@@ -504,8 +419,8 @@ def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
     (["OVERFIT=1"], "OVERFIT=True is not one of [False]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS?"),
     (["--ranks", "2"], "--ranks 2 is more than the track's 1"),
     (["--division", "other"], "division 'other' must be one of tiny"),
-    (["--seeds", "1,2"], "the track asks for 3 seeds"), (["--seeds", "1,2,2"], "--seeds 1,2,2 must be different numbers"),
-    (["MAX_WALLCLOCK_SECONDS=900"], "MAX_WALLCLOCK_SECONDS=900 must be more than 0 and at most 600"),
+    (["--seeds", "1,2,2"], "--seeds 1,2,2 must be different numbers"),
+    (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
     (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"), (["DATA_PATH=none"], "DATA_PATH='none' has no *_val_*.bin"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
@@ -513,11 +428,8 @@ def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
     (["--track", "track_none"], "track_none/track.json is missing")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     monkeypatch.setattr(make, "run_seed", lambda *_: pytest.fail("this must not run"))
-    monkeypatch.setattr(sys, "argv", ["make.py", "--track", "track_tiny", "--division", "tiny", "--name", "New",
-                                      "MAX_WALLCLOCK_SECONDS=10", *more])
-    with pytest.raises(SystemExit) as end:
-        make.main()
-    assert reason in str(end.value)
+    given = ["--track", "track_tiny", "--division", "tiny", "--name", "New", "MAX_WALLCLOCK_SECONDS=10"]
+    assert reason in run_make(monkeypatch, *given, *more)
 
 
 def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
@@ -533,8 +445,7 @@ def test_a_record_whose_artifacts_are_not_kept_has_their_digests(records):
     for path in records.glob("artifact_seed*"):
         path.unlink()
     assert "artifacts under 2 MB belong in the folder" in verify.verify_record(records)[0][0]
-    track = records.parent / "track.json"
-    track.write_text(json.dumps({**json.loads(track.read_text()), "without_artifacts": [records.name]}))
+    track(records, without_artifacts=[records.name])
     assert verify.verify_record(records)[0] == []
     found, notes = verify.verify_record(records, again=True)
     assert found == [] and notes[-1] == "not scored again: only the digests of its artifacts are kept"
