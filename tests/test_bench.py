@@ -38,8 +38,6 @@ def test_quantities_are_computed_from_console_and_events():
     assert bench.quantities(lines, events, skip=1) == pytest.approx(wanted)
     settings["DEVICE"] = "cuda"
     assert bench.quantities(lines, events, skip=2) == pytest.approx({**wanted, "peak_mib": 12})
-    with pytest.raises(KeyError, match="final"):
-        bench.quantities(lines, events[:-1], skip=1)
 
 
 def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
@@ -77,12 +75,9 @@ def test_two_commits_are_compared_and_steps_are_profiled(tmp_path):
     assert heading[3] == "ratio of each round"
     numbers = {title: [float(text.replace(",", "")) for text in cells] for title, *cells in rows}
     limits = {"training, tokens/s": (100, 1e7), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
-              "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000),
-              "first start to first step, s": (0.5, 60)}
+              "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000), "first start to first step, s": (0.5, 60)}
     assert numbers.keys() == limits.keys()
-    for title, (low, high) in limits.items():
-        before, after, _ = numbers[title]
-        assert low < before < high and low < after < high, title
+    assert all(low < number < high for title, (low, high) in limits.items() for number in numbers[title][:2]), numbers
     before, after, ratio = numbers["training, tokens/s"]
     assert ratio == pytest.approx(after / before, abs=0.01)
     trace = json.loads(gzip.decompress((tmp_path / "traces" / "cpu-small.trace.json.gz").read_bytes()))
