@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
 SMALL = {"NUM_LAYERS": 4, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "TRAIN_SEQ_LEN": 512,
          "TRAIN_BATCH_TOKENS": 4096, "VAL_BATCH_SIZE": 65536, "ITERATIONS": 20, "WARMUP_STEPS": 1, "WARMDOWN_ITERS": 5,
          "TIED_EMBED_LR": 0.01, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0, "TRAIN_LOG_EVERY": 1, "COMPILE": 0,
-         "DTYPE": "float32", "MATMUL_PRECISION": "highest", "RUN_ID": "run"}
-RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "HEAD_GATE": 1, "MLP_SLOPE": 0.5, "ROPE_DIMS": 16, "MUON_ROW_NORM": 1,
-          "EMBED_FLOAT32": 1, "GPTQ_BATCHES": 1, "EXPORT_BITS": 5, "EXPORT_CODER": "huffman"}  # as in the presets
+         "DTYPE": "float32", "MATMUL_PRECISION": "highest"}
+RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "HEAD_GATE": 1, "MLP_SLOPE": 0.5, "ROPE_DIMS": 16,
+          "MUON_ROW_NORM": 1, "EMBED_FLOAT32": 1, "GPTQ_BATCHES": 1, "EXPORT_BITS": 5, "EXPORT_CODER": "huffman"}  # as in the presets
 # Losses of about 4 nats over 20 steps. In float32, another order of summation changes them by 1e-4 on a CPU.
 FLOAT32_LIMIT = 2e-3
 HALF_LIMIT = 0.03
@@ -39,18 +39,6 @@ found: dict[str, str] = {}  # rows of the table
 
 
 # ---- Helpers that take a device ----------------------------------------------------------------------------
-
-
-def write_data(folder: Path) -> None:
-    """Eight shards, so that one ends every 2.7 steps of the defaults, one validation shard and a vocabulary of 1,024. The
-    text repeats 512 phrases of 16 tokens, so that the loss falls quickly."""
-    generator = np.random.default_rng(0)
-    phrases = np.minimum(generator.zipf(1.3, (512, 16)), 1024) - 1
-    for name in [*(f"train_{number:06d}" for number in range(8)), "val_000000"]:
-        tokens = phrases[generator.integers(0, 512, SHARD_TOKENS // 16)].ravel()
-        write_shard(folder / f"made_{name}.bin", tokens if "train" in name else tokens[:(1 << 14) + 1])
-    vocabulary = {"kind": "made", "tokens": ["a"] * 1024}
-    (folder / "vocabulary.json").write_text(json.dumps(vocabulary), encoding="utf-8")
 
 
 def arguments_of(data: Path, device: str, **settings) -> list[str]:
@@ -113,8 +101,14 @@ def switches():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
+    """Eight shards, so that one ends every 2.7 steps of the defaults, one validation shard and a vocabulary of 1,024. The
+    text repeats 512 phrases of 16 tokens, so that the loss falls quickly."""
+    folder, generator = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    phrases = np.minimum(generator.zipf(1.3, (512, 16)), 1024) - 1
+    for name in [*(f"train_{number:06d}" for number in range(8)), "val_000000"]:
+        tokens = phrases[generator.integers(0, 512, SHARD_TOKENS // 16)].ravel()
+        write_shard(folder / f"made_{name}.bin", tokens if "train" in name else tokens[:(1 << 14) + 1])
+    (folder / "vocabulary.json").write_text(json.dumps({"kind": "made", "tokens": ["a"] * 1024}), encoding="utf-8")
     return folder
 
 
