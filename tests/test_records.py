@@ -133,9 +133,8 @@ def pin(folder: Path, **values) -> None:
 FORGERIES = {
     "a better mean": (lambda f: claim(f, val_bpb=claims(f)["val_bpb"] - 0.01), "submission.json: val_bpb is"),
     "two starts": (lambda f: change(f, "train", event="config"), "must have one config event"),
-    "a missing claim": (lambda f: (f / "submission.json").write_text(json.dumps({
-        key: value for key, value in claims(f).items() if key != "is_best"})),
-        "is_best is 'nothing', but the logs give False"),
+    "a missing claim": (lambda f: edit(f / "submission.json", r'"is_best": false,\s*', ""),
+                        "is_best is 'nothing', but the logs give False"),
     "another track": (lambda f: claim(f, track="track_open"), "submission.json names track_open/"),
     "another base": (lambda f: claim(f, base="track_tiny/2020-01-01_Nothing"), "is not another record of this track"),
     "a forged base": (lambda f: change(next(f.parent.glob("*_Control")), "final", val_bpb=9.0), "is refused itself"),
@@ -158,8 +157,7 @@ FORGERIES = {
     "a faster clock": (lambda f: change(f, "train", tok_per_sec=1e6), "tok_per_sec does not follow"),
     "a clock that stood still": (lambda f: [change(f, event, elapsed_s=60.0) for event in ("val", "export", "final")],
                                  "the training clock stood still for"),
-    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001),
-                                         "the wall clock goes backwards"),
+    "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001), "the wall clock goes backwards"),
     "a training clock that hides time": (lambda f: change(f, "train", elapsed_s=60.0),
                                          "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (same_run_twice, "two seeds have the same training losses"),
@@ -173,29 +171,22 @@ FORGERIES = {
     "a part of the validation text": (lambda f: edit(f / "train_seed2.jsonl", '"VAL_TOKENS": 0', '"VAL_TOKENS": 2976'),
                                       "VAL_TOKENS scores a part of the validation text"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
-    "too long": (lambda f: change(f, "val", train_time_ms=900e3), "900.0 s of training pass the cap by more than the last step"),
-    "too high a cap": (lambda f: track(f, max_train_seconds=599),
-                       "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most 599"),
+    "too long": (lambda f: change(f, "val", train_time_ms=900e3), "900.0 s of training pass the cap by more than"),
+    "too high a cap": (lambda f: track(f, max_train_seconds=599), "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most"),
     "sparse training steps": (lambda f: change(f, "train", event="other"), r"training steps .4. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
     "too long an evaluation": (lambda f: track(f, max_eval_seconds=0), "eval_seconds is .*, more than 0"),
-    "an artifact that is better than its weights": (better_artifact,
-                                                    "nats better than the weights that it was made from"),
+    "an artifact that is better than its weights": (better_artifact, "nats better than the weights that it was made from"),
     "more files": (lambda f: (f / "weights.bin").write_bytes(b"x"), "weights.bin does not belong in a record"),
-    "a claim that nothing checks": (lambda f: claim(f, world_record=True),
-                                    "world_record is True, but the logs give 'nothing'"),
+    "a claim that nothing checks": (lambda f: claim(f, world_record=True), "world_record is True, but the logs give 'nothing'"),
     "another date of submission": (lambda f: claim(f, submitted="2020-01-01T00:00:00Z"), "is not on the date"),
-    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]),
-                              "train shards that the log names are not those"),
-    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]),
-                                "val shards that the log"),
+    "other training shards": (lambda f: pin(f, train_shards_sha256=["0" * 64]), "train shards that the log names are not"),
+    "other validation shards": (lambda f: pin(f, train_shards_sha256=[], val_shards_sha256=["0" * 64]), "val shards that"),
     "another PyTorch in the .log": (lambda f: edit(f / "train_seed2.log", "(?m)^Running PyTorch ", "Running PyTorch 9"),
                                     "disagree on PyTorch"),
     "a resumed run": (lambda f: change(f, "train", event="resume"), "a record is one run from its first step to its end"),
-    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"),
-                         "README.md: the part above the notes"),
+    "another headline": (lambda f: edit(f / "README.md", r"\A# .*", "# The best of all"), "README.md: the part above"),
     "no picture": (lambda f: (f / "curve.png").unlink(), "curve.png is missing"),
-    "a name without a date": (lambda f: None, "must be DATE_Name"),
 }
 
 
@@ -206,8 +197,6 @@ def test_what_the_tools_make_is_accepted(root, capsys):
         assert claims(folder)["is_best"] == folder.name.endswith("Control")
         original = claims(folder)["val_bpb"] / 1.25
         assert claims(folder)["val_bpb_original"] == pytest.approx(original)
-        second = claims(folder)["seed_results"]["2"]
-        assert second["val_bpb_original"] == second["val_bpb"] / 1.25
         text = (folder / "README.md").read_text()
         assert f"and {original:.4f} per byte of the original text." in text
     assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
@@ -219,8 +208,6 @@ def test_what_the_tools_make_is_accepted(root, capsys):
 def test_forgeries_are_refused_with_the_reason(records, name):
     spoil, reason = FORGERIES[name]
     spoil(records)
-    if name == "a name without a date":
-        records = records.rename(records.with_name("Slow"))
     found, _ = verify.verify_record(records)
     assert any(re.search(reason, finding) for finding in found), found
 
@@ -252,18 +239,14 @@ def test_scripts_that_can_hide_code_are_refused(line, reason):
     assert any(reason in finding for finding in found), found
 
 
-def test_scripts_may_ask_for_the_gpus_and_the_hosts_and_keep_freed_memory():
-    assert rules.check_script("""import ctypes, re, subprocess
-subprocess.getoutput("nvidia-smi -L")
-subprocess.getoutput("timeout 30 nvidia-smi")
+def test_scripts_may_ask_for_the_gpus_and_the_hosts():
+    """And call methods that are named like forbidden functions. What the trainer does is allowed in the records above."""
+    assert rules.check_script("""import re, subprocess
 subprocess.run(["nvidia-smi"], capture_output=True)
 subprocess.check_output(["scontrol", "show", "hostnames"])
-ctypes.CDLL(None).mallopt(-1, 2)
 re.compile("x")
 model.eval()
-model.compile()
 """) == ()
-    assert rules.check_script((REPOSITORY / "train_gpt.py").read_text()) == ()
 
 
 def test_the_best_before_a_record_is_the_best_of_its_division_and_machine_until_then(tmp_path):
@@ -312,13 +295,11 @@ def test_the_data_on_this_disk_are_hashed(root, records, monkeypatch):
         return findings
 
     assert found(table) == found({}) == []  # a division may have no digests
-    for name, reason in {"tiny_train_000001.bin": "DATA_PATH=tiny: the train shards on this disk are not the division's",
-                         "tiny_val_000000.bin": "DATA_PATH=tiny: the val shards on this disk are not the division's",
-                         "tokenizer.model": "TOKENIZER_PATH=tiny/tokenizer.model on this disk is not the division's tokenizer"}.items():
-        content = (data / name).read_bytes()
-        (data / name).write_bytes(content[:-1] + b"?")
-        assert found(table) == [reason]
-        (data / name).write_bytes(content)
+    for path in data.iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert found(table) == ["DATA_PATH=tiny: the train shards on this disk are not the division's",
+                            "DATA_PATH=tiny: the val shards on this disk are not the division's",
+                            "TOKENIZER_PATH=tiny/tokenizer.model on this disk is not the division's tokenizer"]
 
 
 @pytest.fixture
@@ -433,12 +414,14 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
 
 
 def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
+    undated = shutil.copytree(records, records.with_name("Slow"))
     (records / "submission.json").write_text("[1]")
-    monkeypatch.setattr(sys, "argv", ["verify.py", str(records), str(next(records.parent.glob("*_Control")))])
+    monkeypatch.setattr(sys, "argv", ["verify.py", str(records), str(undated), str(next(records.parent.glob("*_Control")))])
     with pytest.raises(SystemExit) as end:
         verify.main()
     out = capsys.readouterr().out
     assert end.value.code == 1 and re.search(r"_Slow: refused\n +REFUSED: ", out) and "_Control: accepted" in out
+    assert "REFUSED: Slow must be DATE_Name" in out
 
 
 def test_a_record_whose_artifacts_are_not_kept_has_their_digests(records):
