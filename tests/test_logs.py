@@ -1,12 +1,21 @@
-"""logs/plot.py and logs/events.py: what they read from logs, and how runs are compared."""
+"""logs/plot.py, events.py and track.py: what they read from logs, how runs are compared, and what a tracker is sent."""
+
+import json
+import sys
+import types
 
 import plot
 import pytest
+import track
 from events import mfu_of
-from test_track import write_lines
 
 SHAPE = {"NUM_LAYERS": 9, "MODEL_DIM": 512, "NUM_HEADS": 8, "NUM_KV_HEADS": 4, "MLP_MULT": 2, "TRAIN_SEQ_LEN": 4096,
          "VOCAB_SIZE": 1024, "VOCAB_PAD": 1}
+
+
+def write_lines(path, *events, append=False):
+    with path.open("a" if append else "w") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
 
 
 def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000):
@@ -94,3 +103,38 @@ def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
         run_plot(monkeypatch, tmp_path / "x.jsonl")
+
+
+def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):
+    """With a stand-in for the client, which notes what it is sent."""
+    start, sent = {"event": "config", "config": {"NUM_LAYERS": 2}, "elapsed_s": 1.0}, []
+
+    def train(step):
+        return {"event": "train", "step": step, "train_loss": 5.0 - step, "mfu": None}
+
+    def init(project, name, config):
+        assert (project, name, config) == ("train_gpt", "run", {"NUM_LAYERS": 2})
+        return types.SimpleNamespace(log=lambda row, step: sent.append(row), finish=lambda: sent.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run"])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "logs" / "run.jsonl"
+    path.parent.mkdir()
+    write_lines(path, start, train(1))
+
+    def resumed():
+        path.rename(path.with_name(f"run.{10 ** 18}.jsonl"))  # as the trainer does
+        write_lines(path, start, {"event": "resume", "step": 2}, train(3))
+
+    parts = iter([lambda: write_lines(path, train(2), train(3), append=True), resumed,
+                  lambda: write_lines(path, {"event": "final", "step": 3, "val_loss": 3.0}, append=True)])
+    monkeypatch.setattr(track.time, "sleep", lambda seconds: next(parts)())
+    wanted = [{"train/step": step, "train/train_loss": 5.0 - step, "step": step} for step in (1, 2, 3)]
+    wanted += [{"final/step": 3, "final/val_loss": 3.0, "step": 3}, "finished"]
+    for _ in range(2):  # while it trains, and afterwards
+        sent.clear()
+        track.main()
+        assert sent == wanted
+    assert next(parts, None) is None
