@@ -67,12 +67,12 @@ def test_links_lead_to_files_and_headings():
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the scripts, with a virtual environment that hands over to this interpreter."""
-    for name in ("train_gpt.py", "run.sh", "requirements.txt", "requirements-dev.txt"):
-        shutil.copy(REPOSITORY / name, tmp_path)
-    for folder in ("data", "logs", "records", "records/lab"):
-        (tmp_path / folder).mkdir()
-        for path in (REPOSITORY / folder).glob("*.py"):
-            shutil.copy(path, tmp_path / folder)
+    for pattern in ("train_gpt.py", "run.sh", "requirements*.txt", "data/*.py", "logs/*.py", "records/*.py", "records/lab/*.py",
+                    "records/presets/*.env"):
+        for path in REPOSITORY.glob(pattern):
+            target = tmp_path / path.relative_to(REPOSITORY)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     stand_in(tmp_path, "python", f'exec {sys.executable} "$@"')
     sums = subprocess.run("cat requirements*.txt | cksum | cut -d' ' -f1", shell=True, cwd=tmp_path, capture_output=True, text=True)
@@ -153,7 +153,6 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
     for word in ("tset", "--epochs"):
         result = shell(checkout, "run.sh", word)
         assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
-    shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     result = shell(checkout, "run.sh", "--preset", "x")
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: baseline cpu_1mb cpu_1mb_avx2 h100_")
     old = checkout / "old-python"
@@ -165,7 +164,6 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
 
 
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
-    shutil.copytree(REPOSITORY / "records" / "presets", checkout / "records" / "presets")
     stand_in(checkout, "python", """case "$*" in
 *device_count*) echo 2 ;;
 *prepare.py*) mkdir -p data/datasets/sotu_unigram2048; touch data/datasets/sotu_unigram2048/manifest.json; echo "$*" ;;
