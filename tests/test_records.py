@@ -138,10 +138,10 @@ FORGERIES = {
     "twice the bytes of text": (lambda f: pin(f, **{"32": {"val_tokens": 2976, "val_bytes": 1488}}),
                                 "are not those of the division 'tiny'"),
     "a faster clock": (lambda f: change(f, "train", tok_per_sec=1e6), "tok_per_sec does not follow"),
-    "a clock that stood still": (lambda f: [change(f, event, elapsed_s=60.0) for event in ("val", "export", "final")],
+    "a clock that stood still": (lambda f: [change(f, event, elapsed_s=1e6) for event in ("val", "export", "final")],
                                  "the training clock stood still for"),
     "a wall clock that goes backwards": (lambda f: change(f, "final", elapsed_s=0.001), "the wall clock goes backwards"),
-    "a training clock that hides time": (lambda f: change(f, "train", elapsed_s=60.0),
+    "a training clock that hides time": (lambda f: change(f, "train", elapsed_s=1e6),
                                          "ms of training, but .* ms of the wall clock"),
     "one run as two seeds": (
         lambda f: (f / "train_seed3.jsonl").write_text((f / "train_seed2.jsonl").read_text().replace('"SEED": 2', '"SEED": 3')),
