@@ -761,7 +761,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile == "1" and is_short:
         kernels.insert(0, "tiled")
-    width, dtype = config.model_dim // config.num_heads, getattr(torch, config.dtype)
+    width = config.model_dim // config.num_heads
+    dtype = getattr(torch, config.dtype)
     q, k = (torch.ones(1, heads, 64, width, dtype=dtype, device=device, requires_grad=True)
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
@@ -1318,7 +1319,9 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
-    config, step, label = trainer.config, trainer.clock.step, validation.label
+    config = trainer.config
+    step = trainer.clock.step
+    label = validation.label
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
         took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
