@@ -420,9 +420,8 @@ def test_a_record_whose_artifacts_are_not_kept_has_their_digests(records):
 def test_a_reader_is_warned_of_a_validation_loss_that_is_too_near_to_the_training_loss(records):
     seed = {"losses": [9.0] * 18 + [2.0, 4.0], "val_bpb_before_export": 3.5 / 0.6931472, "val_bytes": 8, "val_tokens": 8}
     assert record_claims.loss_gap([seed]) == pytest.approx(0.5, abs=1e-6)
-    submission = claims(records)
     for here, warns in ((0.33, False), (-0.26, True)):
-        text = record_claims.render({**submission, "gap": {"here": here, "incumbent": 0.34}})
+        text = record_claims.render({**claims(records), "gap": {"here": here, "incumbent": 0.34}})
         assert ("**Warning: a validation loss this near" in text) is warns and f"is {here:+.2f} nats from" in text
 
 
