@@ -16,6 +16,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -333,7 +334,7 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-    if kind == "cpu" and os.name == "posix" and hasattr(ctypes.CDLL(None), "mallopt"):
+    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes all memory from its heap
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
     if world_size > 1:
