@@ -386,12 +386,18 @@ def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
     (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"), (["DATA_PATH=none"], "DATA_PATH='none' has no *_val_*.bin"),
-    (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
-    (["--base", "track_tiny/2020-01-01_No"], "track_tiny/2020-01-01_No/submission.json"),
-    (["--track", "track_none"], "track_none/track.json is missing")])
+    (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
     given = ["--track", "track_tiny", "--division", "tiny", "--name", "New", "MAX_WALLCLOCK_SECONDS=10"]
     assert reason in run_make(monkeypatch, *given, *more)
+
+
+@pytest.mark.parametrize("more, there", [
+    (["--track", "track_none"], "'track_tiny'"), (["--base", "track_tiny/2020-01-01_No"], "_Control'")])
+def test_a_wrong_track_or_base_is_answered_by_those_that_there_are(root, monkeypatch, capsys, more, there):
+    assert run_make(monkeypatch, "--track", "track_tiny", "--name", "New", *more) == 2
+    error = capsys.readouterr().err
+    assert f"invalid choice: '{more[1]}' (choose from " in error and there in error
 
 
 def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
