@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def hardware(most_gpus: int | None = None) -> str:
     if cpuinfo.is_file() and (match := re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8"))):
         model = match[1]
     return f"{count_cores()} cores of {model}"
+
+
+def measure_rate(start: dict) -> str:
+    """Return the speed of this machine's matrix products in the type and the width of a run, from its "config" event. Scores
+    of a time limit depend on it."""
+    import torch
+    config = start["config"]
+    dtype, width = getattr(torch, config["DTYPE"]), config["MODEL_DIM"]
+    a, b = (torch.ones(shape, dtype=dtype, device=config["DEVICE"]) for shape in ((4096, width), (width, 4 * width)))
+    fastest = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        float((a @ b)[0, 0])  # waits for the device
+        fastest = min(fastest, time.perf_counter() - started)
+    return f"{2 * 4096 * width * 4 * width / fastest / 1e12:.2g} TFLOP/s in {config['DTYPE']} at width {width}"
 
 
 # ---- Tables and statistics -----------------------------------------------------------------------------

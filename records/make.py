@@ -27,7 +27,8 @@ import time
 from contextlib import chdir
 from pathlib import Path
 
-from common import ROOT, deviation, hardware, has_finished, launcher, load_json, pairs_of, require_packages, score, table
+from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages, score,
+                    table)
 
 import train_gpt  # after common, which finds it
 from claims import AUTHORED, NOTES, make_claims, render
@@ -119,21 +120,6 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str])
 
 
 # ---- Packaging runs ------------------------------------------------------------------------------------
-
-
-def measure_rate(start: dict) -> str:
-    """Return the speed of this machine's matrix products in the type and the width of a run, from its "config" event. Scores
-    of a time limit depend on it."""
-    torch = train_gpt.torch
-    config = start["config"]
-    dtype, width = getattr(torch, config["DTYPE"]), config["MODEL_DIM"]
-    a, b = (torch.ones(shape, dtype=dtype, device=config["DEVICE"]) for shape in ((4096, width), (width, 4 * width)))
-    fastest = float("inf")
-    for _ in range(20):
-        started = time.perf_counter()
-        float((a @ b)[0, 0])  # waits for the device
-        fastest = min(fastest, time.perf_counter() - started)
-    return f"{2 * 4096 * width * 4 * width / fastest / 1e12:.2g} TFLOP/s in {config['DTYPE']} at width {width}"
 
 
 def copy_run(folder: Path, run_id: str) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, gpu_names, hardware, launcher, pairs_of, table  # noqa: E402
+from common import ROOT, gpu_names, hardware, launcher, measure_rate, pairs_of, table  # noqa: E402
 import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
 from train_gpt import torch  # noqa: E402
@@ -96,9 +96,9 @@ def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) ->
     return result
 
 
-def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict[str, str]) -> dict[str, float]:
-    """Run a trainer in a new folder beside the data, with `more` in its environment, and return its quantities. Without
-    CUDA, the peak memory is that of its largest process."""
+def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict[str, str]) -> dict:
+    """Run a trainer in a new folder beside the data, with `more` in its environment, and return its quantities and, as
+    "start", its "config" event. Without CUDA, the peak memory is that of its largest process."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1", **more}
     is_first = not cache.exists()
     cache.mkdir(exist_ok=True)
@@ -113,10 +113,11 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict
         if process.returncode:
             end_of_log = "\n".join(text for _, text in lines[-20:])
             sys.exit(f"bench.py: {' '.join(command)} failed:\n{end_of_log}")
-        found = quantities(lines, read_events(Path(place, "logs", "bench.jsonl")), skip)
+        events = read_events(Path(place, "logs", "bench.jsonl"))
+    found = quantities(lines, events, skip)
     found["first_start_s" if is_first else "later_start_s"] = found.pop("start_s")
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return {"peak_mib": usage.ru_maxrss * unit >> 20, **found}
+    return {"peak_mib": usage.ru_maxrss * unit >> 20, "start": events[0], **found}
 
 
 # ---- Inside the trainer's process ----------------------------------------------------------------------
@@ -223,6 +224,7 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
         for i, (_, script, its, environment) in enumerate(sides):
             command = [*launcher(options.ranks), str(script), *words_of(its)]
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
+    print(f"{int(variables['ITERATIONS']) - skip} steps are timed; {measure_rate(measured[0][1][0]['start'])}\n")
     print(median_table(name, measured), flush=True)
     if options.profile:
         cache = folder / f"cache{int(bool(options.against))}"  # compiled before
