@@ -171,7 +171,6 @@ class Config:
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
     export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
     gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    export_coder: str = free("zlib", "huffman: smaller for few bits", "zlib|huffman")
     size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
 
     def __post_init__(self):
@@ -945,12 +944,11 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
-    """The artifact's file, and what the log says about it."""
+    """The artifact's file, by zlib or by Huffman codes alone, and what the log says of it."""
     artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
     raw = saved(artifact)
-    coders = {"zlib": zlib.Z_DEFAULT_STRATEGY, "huffman": zlib.Z_HUFFMAN_ONLY}
-    packer = zlib.compressobj(9, strategy=coders[config.export_coder])
-    data = packer.compress(raw) + packer.flush()
+    packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
+    data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
                   "artifact_sha256": sha256(data).hexdigest()}
 

@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     data = make_shards(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         run_here(monkeypatch, folder, *tiny_arguments(
-            data, RUN_ID="run", **NAMES, EXPORT_BITS=5, EXPORT_CODER="huffman", INT8_KEEP_FLOAT_MAX_NUMEL=100))
+            data, RUN_ID="run", **NAMES, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100))
     return folder, data
 
 
