@@ -48,7 +48,7 @@ SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
 HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or MODEL_DIM",
          "torchdynamo|inductor": "Install what is missing, such as python3-dev, or set COMPILE=0",
@@ -1120,7 +1120,8 @@ class Trainer:
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
-        self.average = [average.to(self.ranks.device) for average in state.get("average", [])]
+        for mine, read in zip(self.average, state["average"], strict=True):
+            mine.copy_(read)
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
 # ---- Checkpoints and the loop -----------------------------------------------------------
@@ -1139,8 +1140,7 @@ def find_checkpoint(config: Config) -> dict | None:
     for path in list_checkpoints(config) if auto else [config.resume]:
         try:
             state = read_archive(Path(path).read_bytes())
-            require(state.get("format") == CHECKPOINT_FORMAT, "it is no checkpoint of format "
-                    f"{CHECKPOINT_FORMAT}; one of another script is resumed by that script")
+            require(state.get("format") == CHECKPOINT_FORMAT, "it is not of this script")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
@@ -1157,8 +1157,8 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
                    for name in old if name not in may_differ and old[name] != new[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
-        seen, tokens = state.get("training_tokens"), loader.tokens  # older ones have none
-        require(seen in (None, tokens), f"it read {seen} tokens, but DATA_PATH has {tokens}")
+        seen = state["training_tokens"]
+        require(seen == loader.tokens, f"it read {seen} tokens, DATA_PATH has {loader.tokens}")
         step, time_ms = state["step"], state["time_ms"]
         require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
                 f"it is of step {step} and {time_ms} ms, not within ITERATIONS")
