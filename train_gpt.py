@@ -289,6 +289,14 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def peak_mib(self) -> int:
+        """The most memory so far in MiB: of a GPU's tensors, else of the process on Linux."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() >> 20
+        file = Path("/proc/self/status")
+        found = re.search(r"VmHWM:\s*(\d+)", file.read_text() if file.exists() else "")
+        return int(found[1]) >> 10 if found else 0
+
     def now_ms(self) -> float:
         """The time in ms, of any origin, when the device has no work left."""
         if self.device.type != "cpu":
@@ -1232,7 +1240,7 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor,
               f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f}{cap} eta:{eta_s / 60:.1f}m "
               f"epoch:{epoch:.3f}", step=step, train_loss=loss, train_time_ms=time_ms,
               step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm, tok_per_sec=rate,
-              eta_s=eta_s, epoch=epoch, mem_mib=torch.cuda.max_memory_allocated() >> 20)
+              eta_s=eta_s, epoch=epoch, mem_mib=trainer.ranks.peak_mib())
 
 def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
@@ -1292,9 +1300,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
                  f"step:{clock.step}/{config.iterations}")
-    if ranks.device.type == "cuda":
-        log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
-                 f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+    log.line(f"peak memory allocated: {ranks.peak_mib()} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         data, about = pack(state, config, grams)
