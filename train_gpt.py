@@ -473,9 +473,8 @@ class TokenLoader:
                     for i in mine]
         texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        ids = torch.from_numpy(pairs.astype(np.int64))
-        ids = ids.pin_memory() if self.ranks.device.type == "cuda" else ids  # no waiting
-        ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())
+        ids = torch.tensor(pairs, dtype=torch.int64, pin_memory=self.config.device == "cuda")
+        ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())  # without waiting
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size
 
@@ -770,8 +769,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
     elif device.type == "cpu" and config.compile == "1" and is_short:
         kernels.insert(0, "tiled")
     width = config.model_dim // config.num_heads
-    dtype = getattr(torch, config.dtype)
-    q, k = (torch.ones(1, heads, 64, width, dtype=dtype, device=device, requires_grad=True)
+    like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
+    q, k = (torch.ones(1, heads, 64, width, **like)
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
@@ -814,11 +813,10 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices; a rank orthogonalises its share of a shape. Collective."""
         group = self.param_groups[0]
         for shape, params in self.banks.items():
+        for shape, bank in self.banks.items():
+            self.state[bank[0]]["momentum_buffer"] = bank[0].new_zeros(len(bank), *shape)
             grads = torch.stack([p.grad for p in params])
-            state = self.state[params[0]]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(grads)
-            momentum = state["momentum_buffer"]
+            momentum = self.state[params[0]]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
             share = math.ceil(len(params) / self.ranks.world_size)  # the last may have less
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
@@ -855,8 +853,7 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
         require(name in kinds, f"{name} has no kind in build_optimizers; to train it like a "
                 "vector, add it to CONTROL_TENSOR_NAME_PATTERNS")
         groups[kinds[name]]["params"].append(p)
-    has_muon = config.optimizer == "muon" and groups["matrix"]["params"]
-    muon = [Muon([groups.pop("matrix")], config, ranks)] if has_muon else []
+    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
@@ -878,8 +875,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     else:
         shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
-    steps = config.muon_momentum_warmup_steps
-    risen = min(1.0, step / steps) if steps else 1.0
+    risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
     return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
 
@@ -968,7 +964,6 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = quantized.shape[:1] if quantized.ndim == 2 else ()
         require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
                 and scale.shape == rows, f"{name} or its scale has another shape or type")
-        scale = scale.float()
         require(((0 < scale) & (scale < math.inf)).all(), f"a scale of {name} is not positive")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
@@ -1464,8 +1459,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
         for number in stops:
             signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
-    if ranks.world_size > 1:
-        dist.barrier()  # gloo aborts in a rank whose peer has left
+    ranks.max(0)  # all have ended: gloo aborts in a rank whose peer has left
     return 128 + int(clock.stop_signal) if clock.stop_signal else 0
 
 def main() -> int:
