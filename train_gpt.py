@@ -98,7 +98,7 @@ class Config:
     device: str = free("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
-    compile: str = free("auto", "auto: on CUDA, and on Linux with g++", "auto|0|1")
+    compile: str = free("auto", "blocks: one graph for all, sooner", "auto|0|1|blocks")
     attn: str = free("auto", "tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
     iterations: int = free(20000, "train for at most N steps")
@@ -547,7 +547,6 @@ class Validation:
         self.bytes = int(target_bytes[:self.count].sum(dtype=np.int64))
         self.label = f" partial:{config.val_tokens}" if config.val_tokens else ""
 
-    @torch.no_grad()
     def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
         """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a
         row), moved by `stride` (0: length), score what earlier ones did not. Collective."""
@@ -558,6 +557,9 @@ class Validation:
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
+        # A small text is scored by training's graph: to compile another one takes longer.
+        alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
+        small = alike and config.iterations > 0 and windows * stride < 1 << 20
         stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
         starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
@@ -568,8 +570,9 @@ class Validation:
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
             pair = np.stack((self.tokens[places].astype(np.int64), targets))
-            loss = model(*torch.from_numpy(pair).to(ranks.device))
-            nats += loss.to(device).double() * int(is_scored.sum())
+            with torch.set_grad_enabled(small and config.compile != "0"):
+                loss = model(*torch.from_numpy(pair).to(ranks.device))
+            nats += loss.detach().to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
         return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
                 "eval_time_ms": ranks.now_ms() - start_ms}
@@ -724,7 +727,6 @@ class GPT(nn.Module):
                 self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
-        # A table: compiled kernels would compute it for each element, 7 % of an H100's step.
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
         self.apply(lambda module: setattr(module, "gram", None))
 
@@ -734,7 +736,7 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        x, pushed = x0, []
+        x, pushed = x0.clone(), []  # blocks share a graph if no two inputs are one
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
@@ -749,10 +751,10 @@ class GPT(nn.Module):
         logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of tokens (B, T), int64, 0-d float32 in nats; targets of -1 are
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of `hidden`'s (B, T, D), 0-d float32 in nats; targets of -1 are
         not counted. Logits whose exp cannot overflow need no pass for their maximum."""
-        logits = self.logits(self.hidden(tokens))
+        logits = self.logits(x)
         ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
         is_bounded = self.config.logit_softcap <= 64
         log_sum = logits.exp().sum(-1).log() if is_bounded else logits.logsumexp(-1)
@@ -760,13 +762,17 @@ class GPT(nn.Module):
         counted = targets >= 0
         return (nats * counted).sum() / counted.sum()
 
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The `loss` of tokens and targets (B, T), int64."""
+        return self.loss(self.hidden(tokens), targets)
+
 def choose_attention(config: Config, device: torch.device) -> str:
     """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
     if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
-    elif device.type == "cpu" and config.compile == "1" and is_short:
+    elif device.type == "cpu" and config.compile != "0" and is_short:
         kernels.insert(0, "tiled")
     width = config.model_dim // config.num_heads
     like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
@@ -807,14 +813,14 @@ class Muon(torch.optim.Optimizer):
         self.banks = {}  # matrices by their shape
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
+        for shape, bank in self.banks.items():
+            self.state[bank[0]]["momentum_buffer"] = bank[0].new_zeros(len(bank), *shape)
 
     @torch.no_grad()
     def step(self) -> None:
         """Update all matrices; a rank orthogonalises its share of a shape. Collective."""
         group = self.param_groups[0]
         for shape, params in self.banks.items():
-        for shape, bank in self.banks.items():
-            self.state[bank[0]]["momentum_buffer"] = bank[0].new_zeros(len(bank), *shape)
             grads = torch.stack([p.grad for p in params])
             momentum = self.state[params[0]]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
@@ -1341,8 +1347,9 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
     builds = device == "cpu" and Path(sysconfig.get_path("include"), "Python.h").exists()
     builds = builds and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
+    kind = "1" if device == "cuda" else "blocks" if builds else "0"
     chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
-              "compile": "1" if config.iterations and (device == "cuda" or builds) else "0"}
+              "compile": kind if config.iterations else "0"}
     config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
     # A step reads 8 spans, fewer if rows are few: 1, 2, 4 and 8 ranks compute the same.
     length = config.train_seq_len
@@ -1357,7 +1364,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
     if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.35 if config.compile == "1" else 0.12
+        share = 0.12 if config.compile == "0" else 0.35
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[device]
@@ -1440,8 +1447,12 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   f"from {checkpoint['path']}", step=clock.step, train_time_ms=clock.time_ms,
                   file=checkpoint["path"])
     del checkpoint
-    if config.iterations and config.compile == "1":  # before the first step, of all ranks
-        trainer.model.compile(dynamic=False, fullgraph=True)
+    if config.iterations and config.compile != "0":  # before the first step, of all ranks
+        log.line("compiling, which takes about a minute the first time")
+        for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
+            part.compile(dynamic=False, fullgraph=True)
+        if config.compile == "blocks":
+            trainer.model.loss = torch.compile(trainer.model.loss, dynamic=False, fullgraph=True)
         trainer.model(*loader.batches(0)[0]).backward()
         trainer.model.zero_grad(set_to_none=True)
     stops = [number for number in signal.Signals  # not those that nohup and shells ignore

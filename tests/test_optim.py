@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import events, make_shards, one_process, tiny_config
+from conftest import events, make_shards, one_process, run_here, tiny_arguments, tiny_config
 
 
 def make_trainer(**changes):
@@ -128,12 +128,19 @@ def test_gradients_are_clipped_to_the_global_norm_and_the_log_has_the_norm_befor
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                     reason="there is no C++ compiler")
-def test_a_compiled_model_computes_the_same(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    eager, trainer = make_trainer(), make_trainer(attn="tiled")
-    trainer.model.compile(dynamic=False, fullgraph=True)
-    assert trainer.model.state_dict().keys() == eager.model.state_dict().keys()
-    torch.testing.assert_close(step_of(trainer), step_of(eager), rtol=1e-3, atol=1e-6)
+@pytest.mark.parametrize(("kind", "graphs"), [("1", 1), ("blocks", 2)])
+def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training(tmp_path, monkeypatch, kind, graphs):
+    """`blocks`: one graph for all blocks and one for the loss. Tiny validation texts need no graph without gradients."""
+    data, logs = make_shards(tmp_path), []
+    for compiled in ("0", kind):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        run_here(monkeypatch, tmp_path, *tiny_arguments(
+            data, RUN_ID="run", NUM_LAYERS=3, COMPILE=compiled, ATTN="tiled", ITERATIONS=2))
+        logs.append(events(tmp_path, "run"))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (0 if compiled == "0" else graphs)
+    losses = [[event[name] for event in log for name in ("train_loss", "val_loss") if name in event] for log in logs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 5
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -159,6 +166,9 @@ class FakeRanks:
     def __init__(self, device="cpu"):
         self.device, self.ms, self.met = torch.device(device), 5e6, []
         self.late, self.signal, self.fault = 0.0, 0, False
+
+    def peak_mib(self):
+        return 0
 
     def now_ms(self):
         return self.ms
