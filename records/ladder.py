@@ -127,7 +127,7 @@ def report(folder: Path) -> str:
         f"{Path(config['DATA_PATH']).name}.",
         f"- {config['ITERATIONS']} steps a rung. Median and interquartile range (IQR) are of the steps after the first "
         f"{UNTIMED}, each of which was waited for.",
-        "- MiB is the peak of CUDA's memory; older logs have that of the process on a CPU.",
+        "- MiB is the peak of memory: of CUDA's tensors, or of the process on a CPU.",
         f"- The losses show that a rung learns; {config['ITERATIONS']} steps rank nothing."]
     slow, fast = times_ms.get("float32"), times_ms.get("weight decay, fused AdamW")
     if slow and fast:

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -28,9 +29,6 @@ PRESETS = ROOT / "records" / "presets"
 TORCH = "2.14.1"  # Inductor's interfaces change with each release
 CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
     "default-4096": (12, ""),
-    "default-1024": (48, "TRAIN_SEQ_LEN=1024"),
-    "124M-1024": (8, "TRAIN_SEQ_LEN=1024 NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 "
-                     "VOCAB_SIZE=50304"),
     "preset-8gpu": (48, f"@{PRESETS}/h100_8gpu_16mb.env"),
     "preset-1gpu": (8, f"@{PRESETS}/h100_1gpu_16mb.env"),
 }
@@ -42,20 +40,10 @@ LAUNCH = 2e-6
 ATTENTION = {"flash": (255e12, 213e12), "cudnn": (396e12, 355e12)}  # causal, width 64: forward, backward
 
 
-class H100:
-    name = "NVIDIA H100 80GB HBM3"
-    major = 9
-    minor = 0
-    total_memory = 80 << 30
-    multi_processor_count = 132
-    regs_per_multiprocessor = 65536
-    max_threads_per_multi_processor = 2048
-    max_threads_per_block = 1024
-    warp_size = 32
-    shared_memory_per_block_optin = 232448
-    shared_memory_per_multiprocessor = 233472
-    L2_cache_size = 50 << 20
-    gcnArchName = ""
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20, gcnArchName="")
 
 
 class Planned(Exception):
@@ -73,14 +61,14 @@ def pretend_to_have_an_h100() -> None:
     def answer(value):
         return lambda *_, **__: value
 
-    answers = {"get_device_properties": H100(), "get_compute_capability": 90, "is_available": True, "current_device": 0,
+    answers = {"get_device_properties": H100, "get_compute_capability": 90, "is_available": True, "current_device": 0,
                "device_count": 1, "is_triton_capable": True, "raise_if_triton_unavailable": None,
                "is_bf16_supported": True, "get_raw_stream": 0}
     for name, value in answers.items():
         setattr(CudaInterface, name, staticmethod(answer(value)))
-    CudaInterface.Worker.get_device_properties = staticmethod(answer(H100()))
+    CudaInterface.Worker.get_device_properties = staticmethod(answer(H100))
     CudaInterface.Worker.current_device = staticmethod(answer(0))
-    for name, value in {"get_device_properties": H100(), "get_device_capability": (9, 0), "current_device": 0,
+    for name, value in {"get_device_properties": H100, "get_device_capability": (9, 0), "current_device": 0,
                         "device_count": 1, "get_device_name": H100.name}.items():
         setattr(torch.cuda, name, answer(value))
     driver = type("Driver", (), {"get_current_target": answer(GPUTarget("cuda", 90, 32)),
@@ -248,10 +236,8 @@ def count(plans: dict[bool, list[tuple[str, int, float]]]) -> dict[str, float]:
 
 def missing() -> str:
     """Why this machine cannot compile for a GPU; "" if it can."""
-    if torch.version.cuda is None:
-        return (f"PyTorch {torch.__version__} is not a CUDA build; in a virtual environment of its own, "
-                f"pip install torch=={TORCH} numpy sentencepiece tiktoken")
-    return ""
+    return "" if torch.version.cuda else (f"PyTorch {torch.__version__} is not a CUDA build; in a virtual environment of its own, "
+                                          f"pip install torch=={TORCH} numpy sentencepiece tiktoken")
 
 
 def main() -> None:
