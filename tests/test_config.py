@@ -1,5 +1,6 @@
 """Variables: types, arguments, misspelt names, what launchers leave in the environment, and what is chosen by the device."""
 
+import sys
 import sysconfig
 import types
 
@@ -143,11 +144,16 @@ def test_micro_batches_take_a_third_of_the_smallest_gpu(monkeypatch, gib, ranks,
     assert config.micro_batch_tokens == tokens
 
 
-@pytest.mark.parametrize("missing", ["Python.h", "g++", "steps"])
-def test_nothing_is_compiled_without_a_compiler_the_headers_of_python_or_steps(monkeypatch, missing):
+@pytest.mark.parametrize("missing", ["", "Python.h", "g++", "steps"])
+def test_a_cpu_compiles_blocks_if_there_are_a_compiler_the_headers_of_python_and_steps(monkeypatch, tmp_path, missing):
+    has_all = not missing and sys.platform == "linux"
     if missing == "g++":
         monkeypatch.setenv("CXX", "no-such-compiler")
     elif missing == "Python.h":
         monkeypatch.setattr(sysconfig, "get_path", lambda name: "nowhere")
+    elif has_all:
+        monkeypatch.setenv("CXX", sys.executable)  # any program
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: tmp_path)
+        (tmp_path / "Python.h").touch()
     config = tiny_config(compile="auto", iterations=0 if missing == "steps" else 4)
-    assert train_gpt.resolve(config, one_process()).compile == "0"
+    assert train_gpt.resolve(config, one_process()).compile == ("blocks" if has_all else "0")
