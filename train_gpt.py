@@ -98,7 +98,7 @@ class Config:
     device: str = free("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
-    compile: str = free("auto", "blocks: one graph for all, sooner", "auto|0|1|blocks")
+    compile: str = free("auto", "auto: 1 on CUDA, blocks on Linux", "auto|0|1|blocks")
     attn: str = free("auto", "tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
     iterations: int = free(20000, "train for at most N steps")
@@ -571,8 +571,8 @@ class Validation:
             targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
             pair = np.stack((self.tokens[places].astype(np.int64), targets))
             with torch.set_grad_enabled(small and config.compile != "0"):
-                loss = model(*torch.from_numpy(pair).to(ranks.device))
-            nats += loss.detach().to(device).double() * int(is_scored.sum())
+                loss = model(*torch.from_numpy(pair).to(ranks.device)).detach()
+            nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
         return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
                 "eval_time_ms": ranks.now_ms() - start_ms}
@@ -736,7 +736,7 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        x, pushed = x0.clone(), []  # blocks share a graph if no two inputs are one
+        x, pushed = x0.clone(), []  # with x0 twice, block 0 would need its own graph
         for i, block in enumerate(self.blocks):
             if i >= self.half and pushed:
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
@@ -774,9 +774,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile != "0" and is_short:
         kernels.insert(0, "tiled")
-    width = config.model_dim // config.num_heads
     like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
-    q, k = (torch.ones(1, heads, 64, width, **like)
+    q, k = (torch.ones(1, heads, 64, config.model_dim // config.num_heads, **like)
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
@@ -784,7 +783,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
         with suppress(Exception), warnings.catch_warnings(action="ignore"):  # a refusal
             causal_attention(q, k, k, kernel).sum().backward()
             return kernel
-    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
+    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
 
 # ---- Optimizers -------------------------------------------------------------------------
 # Each parameter is in one group. Rates follow from the step and the training clock alone.
@@ -954,7 +953,7 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
-    """The artifact's file, by zlib or by Huffman codes alone, and what the log says of it."""
+    """The artifact's file, in the smaller of two codings, and what the log says of it."""
     artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
@@ -1130,6 +1129,7 @@ class Trainer:
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
         for mine, read in zip(self.average, state["average"], strict=True):
+            require(mine.shape == read.shape, "its average is of other weights")
             mine.copy_(read)
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
@@ -1149,7 +1149,7 @@ def find_checkpoint(config: Config) -> dict | None:
     for path in list_checkpoints(config) if auto else [config.resume]:
         try:
             state = read_archive(Path(path).read_bytes())
-            require(state.get("format") == CHECKPOINT_FORMAT, "it is not of this script")
+            require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
@@ -1301,7 +1301,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
                  f"step:{clock.step}/{config.iterations}")
-    log.line(f"peak memory allocated: {ranks.peak_mib()} MiB")
+    log.line(f"peak memory allocated: {ranks.peak_mib() or 'unknown'} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         data, about = pack(state, config, grams)
@@ -1364,7 +1364,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
     if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile == "0" else 0.35
+        share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[device]
@@ -1448,7 +1448,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   file=checkpoint["path"])
     del checkpoint
     if config.iterations and config.compile != "0":  # before the first step, of all ranks
-        log.line("compiling, which takes about a minute the first time")
+        log.line("compiling: a minute or more the first time")
         for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
             part.compile(dynamic=False, fullgraph=True)
         if config.compile == "blocks":
@@ -1470,7 +1470,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
         for number in stops:
             signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
-    ranks.max(0)  # all have ended: gloo aborts in a rank whose peer has left
+    ranks.max(0)  # wait for all: gloo aborts in a rank whose peer has left
     return 128 + int(clock.stop_signal) if clock.stop_signal else 0
 
 def main() -> int:

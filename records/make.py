@@ -38,7 +38,7 @@ from rules import (FOLDER_NAME, Findings, check_division, check_request, check_s
                    read_history, script_line)
 from verify import SMALL_ARTIFACT, report
 
-RENAMED = {"MUON_POLAR": "MUON_ROW_NORM"}  # variables of the scripts of older records
+RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 
@@ -53,7 +53,7 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
         options.division = options.division or submission["division"]
         settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
-        settings = {name: os.environ.get(name, value) for name, value in settings.items()}
+        settings = {name: os.environ.get(name, value) for name, value in settings.items() if name}
     settings |= pairs_of(options.settings)
     allowed = load_track(folder).get("settings", {})
     if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU

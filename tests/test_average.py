@@ -33,7 +33,7 @@ def test_the_average_is_of_all_steps_and_goes_on_after_a_stop(tmp_path, monkeypa
     second = tmp_path / "logs" / "run" / "checkpoints" / "run_00000002.pt"
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="again", RESUME=second, **SETTINGS))
     assert all(p.equal(ended[name]) for name, p in weights(tmp_path, "again").items())
-    state["average"][0] = torch.zeros(3)
+    state["average"][0] = torch.zeros(1)
     torch.save(state, tmp_path / "other.pt")
     with pytest.raises(SystemExit, match="other.pt does not fit this run"):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="wrong", RESUME=tmp_path / "other.pt", **SETTINGS))

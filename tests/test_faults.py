@@ -125,7 +125,7 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     assert f"warning: checkpoint {nine.relative_to(checkpointed)} cannot be used: File is not a zip file" in out
     assert f"warning: checkpoint {six.relative_to(checkpointed)} cannot be used" in out
     assert next(e for e in log if e["event"] == "resume")["step"] == 3 and artifacts(checkpointed) == artifacts(whole)
-    for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is not of this script"}.items():
+    for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is of another version"}.items():
         with pytest.raises(SystemExit, match=f"checkpoint {name} cannot be used: .*{reason}.*; RESUME is auto or a file"):
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
 
@@ -182,7 +182,7 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
 
     path = tmp_path / "bad_00000003.pt"
     for wanted, changes in (
-            ("it is not of this script", {"format": 1}),
+            ("it is of another version", {"format": 1}),
             ("it is of step 3 and nan ms, not within ITERATIONS", {"time_ms": float("nan")}),
             ("does not fit this run", {"config": {**state["config"], "seed": torch.zeros(3)}}),
             ("was trained with other settings", {"config": {"run_id": "bad"}}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import events, make_shards, one_process, run_here, tiny_arguments, tiny_config
+from conftest import events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config
 
 
 def make_trainer(**changes):
@@ -139,8 +139,15 @@ def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training
             data, RUN_ID="run", NUM_LAYERS=3, COMPILE=compiled, ATTN="tiled", ITERATIONS=2))
         logs.append(events(tmp_path, "run"))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (0 if compiled == "0" else graphs)
+    if kind == "blocks":  # more than the eight graphs of one function that PyTorch would make, and calibration
+        words = tiny_arguments(data, RUN_ID="run", NUM_LAYERS=9, COMPILE=kind, ITERATIONS=2, GPTQ_BATCHES=1)
+        for ranks in (0, 2):
+            result = run_trainer(tmp_path, *words, ranks=ranks)
+            assert result.returncode == 0, result.stderr
+            logs.append(events(tmp_path, "run"))
     losses = [[event[name] for event in log for name in ("train_loss", "val_loss") if name in event] for log in logs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 5
+    assert len(losses) == 2 or losses[3] == pytest.approx(losses[2], rel=1e-3)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

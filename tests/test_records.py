@@ -1,5 +1,6 @@
 """Records and tracks: what the tools make is accepted; a claim, log, script or artifact that was changed is not."""
 
+import argparse
 import json
 import math
 import re
@@ -360,6 +361,16 @@ def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monk
     monkeypatch.setenv("NUM_LAYERS", "several")
     assert "NUM_LAYERS='several'" in run_make(monkeypatch, *given)
     assert "NUM_LAYERS='many'" in run_make(monkeypatch, *given, "NUM_LAYERS=many")
+
+
+def test_every_committed_record_can_be_a_base(monkeypatch):
+    """Of scripts whose variables have other names now, or none."""
+    monkeypatch.setattr(make, "ROOT", REPOSITORY)
+    for path in REPOSITORY.glob("records/track_1*/*/submission.json"):
+        options = argparse.Namespace(base=f"{path.parent.parent.name}/{path.parent.name}", division="", settings=[])
+        settings = make.plan_settings(options, path.parent)
+        config, _ = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], {})
+        assert config.device == "cpu" and options.division
 
 
 def test_seeds_that_have_finished_are_told_from_others(root, monkeypatch):
