@@ -473,7 +473,8 @@ class TokenLoader:
                     for i in mine]
         texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        ids = torch.tensor(pairs, dtype=torch.int64, pin_memory=self.config.device == "cuda")
+        ids = torch.from_numpy(pairs.astype(np.int64))
+        ids = ids.pin_memory() if self.config.device == "cuda" else ids
         ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())  # without waiting
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
         return list(zip(*(part.split(rows) for part in ids)))  # all of one size

@@ -75,6 +75,17 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
                 position += 129
 
 
+def test_a_gpu_reads_from_pinned_memory(tmp_path, monkeypatch):
+    """A copy from pinned memory goes on by itself. PyTorch cannot pin what it makes of NumPy arrays at once."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    config, _ = stream_config(tmp_path, [5000])
+    [on_cpu], [on_gpu] = loaders(config, 1), loaders(train_gpt.replace(config, device="cuda"), 1)
+    assert len(pinned) == 1  # it reads one step to check the tokens
+    assert all(torch.equal(a, b) for a, b in zip(whole_batch(on_cpu, 3), whole_batch(on_gpu, 3)))
+    assert len(pinned) == 2 and pinned[1].dtype == torch.int64
+
+
 def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp_path):
     config, tokens = stream_config(tmp_path, [1500, 40, 2000, 777], loader="shuffled")
     (loader,), epoch = loaders(config, 1), (len(tokens) - 1) // 32
