@@ -50,7 +50,7 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
-HINTS = {"out of memory|t allocate memory": "Try a lower MICRO_BATCH_TOKENS or MODEL_DIM",
+HINTS = {"out of memory|t allocate|alloc_failed": "Try a lower MICRO_BATCH_TOKENS or MODEL_DIM",
          "torchdynamo|inductor": "Install what is missing, such as python3-dev, or set COMPILE=0",
          "address already in use": "Set another MASTER_PORT",
          "connection (reset|closed|refused)": "Another rank has ended, or MASTER_ADDR is wrong"}
@@ -560,7 +560,7 @@ class Validation:
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
         # A small text is scored by training's graph: to compile another one takes longer.
         alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
-        small = alike and config.iterations > 0 and windows * stride < 1 << 20
+        small = alike and config.compile != "0" and windows * stride < 1 << 20
         stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
         starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
@@ -571,7 +571,7 @@ class Validation:
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
             pair = np.stack((self.tokens[places].astype(np.int64), targets))
-            with torch.set_grad_enabled(small and config.compile != "0"):
+            with torch.set_grad_enabled(small or config.device == "mps"):  # pytorch#195910
                 loss = model(*torch.from_numpy(pair).to(ranks.device)).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
@@ -771,7 +771,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
     """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
-    if device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+    capability = device.type == "cuda" and torch.cuda.get_device_capability()
+    if capability == (9, 0) and torch.backends.cudnn.version() > 91500:  # pytorch#169849
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile != "0" and is_short:
         kernels.insert(0, "tiled")
@@ -1326,8 +1327,7 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
-    config = trainer.config
-    step = trainer.clock.step
+    config, step = trainer.config, trainer.clock.step
     label = validation.label
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)

@@ -1,6 +1,7 @@
 """The model: what it must not see, the shapes and values that checkpoints agree on, its arithmetic."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ import train_gpt
 from conftest import tiny_config
 
 CPU = torch.device("cpu")
-
-
 REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
@@ -134,6 +133,17 @@ def test_the_kernel_that_is_left_on_is_the_one_that_is_reported(asked, wanted):
     on = {"flash": flags.flash_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled(),
           "efficient": flags.mem_efficient_sdp_enabled(), "math": flags.math_sdp_enabled()}
     assert [name for name, is_on in on.items() if is_on] == [wanted]
+
+
+@pytest.mark.parametrize("version, wanted", [(91500, "flash"), (91900, "cudnn")])
+def test_an_h100_takes_cudnn_unless_it_is_too_old(monkeypatch, version, wanted):
+    """Older ones read beyond rows that are no multiple of 128 (pytorch#169849)."""
+    ones = torch.ones
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, **like: ones(*shape, **like))
+    monkeypatch.setattr(train_gpt, "causal_attention", lambda q, *_: q)
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), SimpleNamespace(type="cuda")) == wanted
 
 
 def attention_and_gradients(kernel, q, k, v, dy):
