@@ -13,15 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 RULE = "=" * 100  # divides source, machine and lines in a text log
-# Settings that do not change what is trained, so that the seeds of a record may differ in them. Older scripts had
-# CHECKPOINT_DIR and TRACKERS.
-MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "CHECKPOINT_DIR",
-                            "KEEP_CHECKPOINTS", "TRACKERS"}
+# Settings that do not change what is trained, so that the seeds of a record may differ in them.
+MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "KEEP_CHECKPOINTS"}
 MANY_EPOCHS, LARGE_GAP = 4, 1.0  # nats: a model that reads a small text often learns it by heart
-# Dense bfloat16 peaks from the makers' data sheets, in TFLOP/s; float16 for V100 and T4, which lack bfloat16.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
-               "L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "A10G": 70, "V100": 125,
-               "Tesla T4": 65}
 
 
 def find_log(name: str) -> Path:
@@ -59,20 +53,6 @@ def read_history(path: Path) -> list[dict]:
             events = list(by_step.values())
             resumed = resume_step(older)
     return events
-
-
-def mfu_of(start: dict, rate: float) -> float | None:
-    """Return the share of the GPUs' peak that `rate`, in tokens/s over all ranks, uses; None if the peak is unknown, as in
-    float32. `start` is a "config" event. A token costs 6 FLOPs for each weight of a product, and causal attention."""
-    config, gpu = start["config"], start.get("gpu", "")
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)]
-    if not peaks or config["DTYPE"] == "float32":
-        return None
-    width = config["MODEL_DIM"]
-    kv_width = width // config["NUM_HEADS"] * config["NUM_KV_HEADS"]
-    products = 2 * width + 2 * kv_width + 2 * config["MLP_MULT"] * width
-    flops = 6 * width * (config["NUM_LAYERS"] * (products + config["TRAIN_SEQ_LEN"]) + config["VOCAB_SIZE"])
-    return rate * flops / (start["world_size"] * peaks[0] * 1e12)
 
 
 def summarize(log: Path) -> str:

@@ -21,13 +21,11 @@ import time
 from pathlib import Path
 
 from common import ROOT, count_cores, hardware, launcher, load_json, pairs_of, table
-from events import mfu_of, read_events
+from events import read_events
 
 SHAPES = {
-    "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 "
-            "TRAIN_BATCH_TOKENS=8192",
-    "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 "
-             "TRAIN_BATCH_TOKENS=1024"}
+    "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
+    "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=1024"}
 COMMON = ("VOCAB_SIZE=50257 TOKENIZER_PATH=gpt2 ITERATIONS=50 MAX_WALLCLOCK_SECONDS=0 WARMUP_STEPS=0 WARMDOWN_ITERS=0 "
           "VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1 GRAD_ACCUM_STEPS=1 OPTIMIZER=adamw ADAM_LR=3e-4 BETA2=0.999 FUSED=0 "
           "TIE_EMBEDDINGS=0 DTYPE=float32 MATMUL_PRECISION=highest COMPILE=0 ATTN=math")
@@ -89,54 +87,45 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
     (folder / "README.md").write_text(report(folder), encoding="utf-8")
 
 
-def measure(path: Path) -> tuple[float, list[str]]:
-    """Return a rung's median ms a step and its cells of the table: time, speed, memory and losses. The first ten
-    steps are not timed."""
+def measure(path: Path) -> list[str]:
+    """Return a rung's cells of the table: time, speed, memory and losses. The first ten steps are not timed."""
     events = read_events(path)
     trained = [event for event in events if event["event"] == "train"]
     clock = [event["train_time_ms"] for event in trained]
     times = [after - before for before, after in zip(clock[UNTIMED - 1:], clock[UNTIMED:])]
     low, middle, high = statistics.quantiles(times, n=4)
     rate = events[0]["config"]["TRAIN_BATCH_TOKENS"] / middle * 1000
-    mfu = mfu_of(events[0], rate)
     memory = max(event["mem_mib"] for event in trained)
     last = statistics.mean(event["train_loss"] for event in trained[-10:])
-    return middle, [f"{middle:.1f} ({high - low:.1f})", f"{rate:,.0f}", "n/a" if mfu is None else f"{mfu:.1%}",
-                    f"{memory:,}" if memory else "n/a", f"{trained[0]['train_loss']:.2f} to {last:.2f}"]
+    return [f"{middle:.1f} ({high - low:.1f})", f"{rate:,.0f}", f"{memory:,}" if memory else "n/a",
+            f"{trained[0]['train_loss']:.2f} to {last:.2f}"]
 
 
 def report(folder: Path) -> str:
     """Return README.md of a ladder, from ladder.json and the logs alone."""
     about = load_json(folder / "ladder.json")
-    skipped = about.get("skipped", {})
-    rows, times_ms = [], {}
+    skipped, rows = about.get("skipped", {}), []
     for number, (name, sets) in enumerate(RUNGS, 1):
-        cells = ["skipped", *["n/a"] * 4]
-        if name not in skipped:
-            times_ms[name], cells = measure(folder / f"rung{number:02d}.jsonl")
+        cells = ["skipped", *["n/a"] * 3] if name in skipped else measure(folder / f"rung{number:02d}.jsonl")
         rows.append([name, f"`{sets}`" if sets else "", *cells])
     events = read_events(folder / "rung01.jsonl")
     start, config = events[0], events[0]["config"]
     code = next(event["code_sha256"] for event in events if event["event"] == "export")
-    lines = [
-        f"# The speed-up ladder on {about['hardware']}", "",
-        f"- Shape `{about['shape']}`: {config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} "
-        f"heads, vocabulary {config['VOCAB_SIZE']:,}, rows of {config['TRAIN_SEQ_LEN']:,}, "
-        f"{config['TRAIN_BATCH_TOKENS']:,} tokens a step.",
-        f"- Device {config['DEVICE']}, {start['threads']} threads, PyTorch {start['torch']}, train_gpt.py {code[:12]}, data "
-        f"{Path(config['DATA_PATH']).name}.",
-        f"- {config['ITERATIONS']} steps a rung. Median and interquartile range (IQR) are of the steps after the first "
-        f"{UNTIMED}, each of which was waited for.",
-        "- MiB is the peak of memory: of CUDA's tensors, or of the process on a CPU.",
-        f"- The losses show that a rung learns; {config['ITERATIONS']} steps rank nothing."]
-    slow, fast = times_ms.get("float32"), times_ms.get("weight decay, fused AdamW")
-    if slow and fast:
-        lines.append(f"- From float32 to the fused optimizer: {slow / fast:.2f} times as fast.")
-    lines += ["", *table("| rung, with all before it | sets | ms a step (IQR) | tokens/s | MFU | MiB | train_loss: first, "
-                         "mean of last 10 |", rows)]
+    text = f"""# The speed-up ladder on {about['hardware']}
+
+- Shape `{about['shape']}`: {config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, \
+vocabulary {config['VOCAB_SIZE']:,}, rows of {config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step.
+- Device {config['DEVICE']}, {start['threads']} threads, PyTorch {start['torch']}, train_gpt.py {code[:12]}, data \
+{Path(config['DATA_PATH']).name}.
+- {config['ITERATIONS']} steps a rung. Median and interquartile range (IQR) are of the steps after the first {UNTIMED}, each \
+of which was waited for.
+- MiB is the peak of memory: of CUDA's tensors, or of the process on a CPU. The losses show that a rung learns; they rank nothing.
+"""
+    header = "| rung, with all before it | sets | ms a step (IQR) | tokens/s | MiB | train_loss: first, mean of last 10 |"
+    lines = [*text.splitlines(), "", *table(header, rows)]
     if skipped:
-        lines += ["", "Skipped, because they do not run here; the rungs after them do without what they set:", ""]
-        lines += [f"- {name}: `{reason}`" for name, reason in skipped.items()]
+        lines += ["", "Skipped, because they do not run here; the rungs after them do without what they set:", "",
+                  *(f"- {name}: `{reason}`" for name, reason in skipped.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import train_gpt
 from conftest import events, run_here, run_trainer, write_shard
-from events import mfu_of
 from test_faults import at_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -237,11 +236,9 @@ def test_speed_at_the_defaults(data, tmp_path, gpus):
     logged_ms = statistics.median(after - before for before, after in zip(times_ms, times_ms[1:LOGGED]))
     config = start["config"]
     rate = 1000 * config["TRAIN_BATCH_TOKENS"] / mean_ms
-    share = mfu_of(start, rate)
     found[f"defaults on {ranks} GPU" + "s" * (ranks > 1)] = (
         f"{config['ATTN']}, {config['DTYPE']}; {mean_ms:.1f} ms a step, {logged_ms:.1f} if the host waits; {rate:,.0f} tokens/s; "
-        f"MFU {'not known' if share is None else f'{share:.1%}'}; {steps[-1]['mem_mib']:,} MiB; first step after "
-        f"{log[0]['elapsed_s']:.0f} s")
+        f"{steps[-1]['mem_mib']:,} MiB; first step after {log[0]['elapsed_s']:.0f} s")
     assert config["COMPILE"] == "1" and config["ATTN"] != "math" and config["DTYPE"] == native_type()
     losses = losses_of(tmp_path)
     assert losses[10] < losses[1] - 1 and mean_ms < 1.5 * logged_ms

@@ -7,10 +7,6 @@ import types
 import plot
 import pytest
 import track
-from events import mfu_of
-
-SHAPE = {"NUM_LAYERS": 9, "MODEL_DIM": 512, "NUM_HEADS": 8, "NUM_KV_HEADS": 4, "MLP_MULT": 2, "TRAIN_SEQ_LEN": 4096,
-         "VOCAB_SIZE": 1024, "VOCAB_PAD": 1}
 
 
 def write_lines(path, *events, append=False):
@@ -19,9 +15,8 @@ def write_lines(path, *events, append=False):
 
 
 def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000):
-    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data,
-                "DTYPE": "bfloat16", **SHAPE}
-    events = [{"event": "config", "config": settings, "overrides": {}, "world_size": 2, "gpu": "NVIDIA L4"}]
+    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data}
+    events = [{"event": "config", "config": settings}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
     for step in steps:
@@ -39,11 +34,6 @@ def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True
 
 def read(path, **changes):
     return plot.read_run(str(write_log(path, **changes)))
-
-
-def test_the_share_of_a_gpus_peak_that_a_run_uses(tmp_path):
-    start = read(tmp_path / "run.jsonl").events[0]  # 215,482,368 FLOPs a token; 2 * 121 TFLOP/s
-    assert mfu_of(start, 1_000_000) == pytest.approx(0.8904, abs=1e-4) and mfu_of({**start, "gpu": ""}, 1_000_000) is None
 
 
 def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
@@ -110,7 +100,7 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
     start, sent = {"event": "config", "config": {"NUM_LAYERS": 2}, "elapsed_s": 1.0}, []
 
     def train(step):
-        return {"event": "train", "step": step, "train_loss": 5.0 - step, "mfu": None}
+        return {"event": "train", "step": step, "train_loss": 5.0 - step, "grad_norm": None}
 
     def init(project, name, config):
         assert (project, name, config) == ("train_gpt", "run", {"NUM_LAYERS": 2})
