@@ -163,7 +163,7 @@ def package(options, folder: Path, now: time.struct_time, run_ids: list[str]) ->
     ranks = start["world_size"]
     given = [f"{name}={text}" for name, (text, _) in start["overrides"].items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
     program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-    machine = options.hardware or hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
+    machine = hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
     authored |= {"hardware": f"{machine}, {measure_rate(start)}", "command": shlex.join([*program, "train_gpt.py", *given]),
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
@@ -196,7 +196,7 @@ def leaderboard(records: Path) -> str:
     """Return the tables of all tracks: one for each division that has records, best first, and links to the ladders."""
     lines = []
     for path in sorted(records.glob("track_*/track.json")):
-        track, folder = load_json(path), path.parent
+        track, folder = load_track(path), path.parent
         submissions = [load_json(path) for path in folder.glob("*/submission.json")]
         submissions += [line for line in read_history(records) if line["track"] == folder.name]
         ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
@@ -242,7 +242,6 @@ def main() -> None:
                         help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
-    parser.add_argument("--hardware", default="", help="the name of the machine (default: detected)")
     parser.add_argument("--seeds", default="1337,1338,1339", help="numbers, separated by commas")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N",
                         help="processes on this machine, started by torchrun")

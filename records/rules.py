@@ -228,11 +228,13 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
 
 
 def load_track(folder: Path) -> dict:
-    """Return the rules of the track that a record folder is in. Raises ValueError if it is in none."""
+    """Return the rules of the track that a record folder is in, on top of those of the track that it is "like". Raises
+    ValueError if it is in none."""
     path = folder.parent / "track.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not in a track: {path} is missing")
-    return load_json(path)
+    track = load_json(path)
+    return load_json(path.parent.parent / track["like"] / "track.json") | track if "like" in track else track
 
 
 def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:

@@ -56,7 +56,7 @@ def root(tmp_path_factory):
             settings = {"SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", **CAP, **changes}
             run_here(patch, root, *tiny_arguments("tiny", **settings))
         given = ["--track", "track_tiny", "--division", "tiny", "--name", name, "--author", "me", "--blurb", "What is new.",
-                 "--hardware", "a laptop", "--seeds", "1,2,3", *tiny_arguments("tiny", **CAP, **changes)]
+                 "--seeds", "1,2,3", *tiny_arguments("tiny", **CAP, **changes)]
         if name == "Slow":
             given += ["--base", f"track_tiny/{next((root / 'records' / 'track_tiny').glob('*_Control')).name}"]
         patch.setattr(make, "run_seed", lambda *_: pytest.fail("no test here runs a seed: the six have finished"))
@@ -462,13 +462,12 @@ def test_all_committed_records_are_as_they_say():
 
 
 @pytest.mark.parametrize("preset, track, division, tokenizer", [
-    ("seq4096", "track_10min_16mb", "fineweb10B", "sp1024"), ("baseline", "track_10min_16mb", "fineweb10B", "sp1024"),
     ("h100_8gpu_16mb", "track_10min_16mb", "fineweb10B", "sp8192"),
     ("h100_1gpu_16mb", "track_10min_16mb_1gpu", "fineweb10B", "sp8192"),
     ("cpu_1mb", "track_10min_1mb_cpu", "sotu", "unigram2048"), ("cpu_1mb_avx2", "track_10min_1mb_cpu", "sotu", "unigram2048")])
 def test_every_preset_passes_the_checks_of_its_track(preset, track, division, tokenizer):
     """All but those of the data, which are not here: its rows and its vocabulary must have a table."""
-    limits = json.loads((REPOSITORY / "records" / track / "track.json").read_text())
+    limits = rules.load_track(REPOSITORY / "records" / track / "2026-01-31_Any")
     given = [f"@{REPOSITORY}/records/presets/{preset}.env", f"DEVICE={limits['settings']['DEVICE'][0]}"]
     config, overrides = train_gpt.load_config(given, {})
     planned = {name: getattr(config, name.lower()) for name in [*overrides, "MAX_WALLCLOCK_SECONDS", *limits["settings"]]}
