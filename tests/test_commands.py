@@ -154,7 +154,7 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
         result = shell(checkout, "run.sh", word)
         assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
     result = shell(checkout, "run.sh", "--preset", "x")
-    assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: baseline cpu_1mb cpu_1mb_avx2 h100_")
+    assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: cpu_1mb cpu_1mb_avx2 h100_")
     old = checkout / "old-python"
     old.write_text('#!/bin/sh\ncase "$*" in --version) echo Python 3.10.12 ;; *) exit 1 ;; esac\n')
     old.chmod(0o755)
