@@ -156,7 +156,9 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     axes = picture.axes[0]
     handles, labels = axes.get_legend_handles_labels()
     if len(groups) == 1:
-        axes.set_title(*groups, fontsize=10)
+        label, = groups
+        memory = max(event.get("mem_mib") or 0 for run in groups[label] for event in run.events)
+        axes.set_title(label + f"; peak memory {memory:,} MiB" * (memory > 0), fontsize=10)
         axes.legend(handles, ["training", "validation"], loc="upper right")
     else:
         by_label = dict(zip(labels, handles))
