@@ -4,8 +4,7 @@
     python data/download.py --variant gpt2 --train-shards 1 --out data/datasets/small_gpt2
 
 Shards go to data/datasets/fineweb10B_VARIANT and the tokenizer to data/tokenizers, or both to --out. The validation
-split is always complete. Run the same command again to resume. The files are hard links into the cache of
-huggingface_hub where possible, and its variables apply: HF_HOME, HF_ENDPOINT, HF_TOKEN.
+split is always complete. Run the same command again to resume. data/README.md says more.
 """
 
 import argparse

@@ -40,12 +40,9 @@ PRESETS = ROOT / "records" / "presets"
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
-    "cpu-track": ("NUM_LAYERS=3 MODEL_DIM=192 NUM_HEADS=6 NUM_KV_HEADS=3 TRAIN_SEQ_LEN=256 "
-                  "TRAIN_BATCH_TOKENS=4096", 20, 1 << 16),  # of the control record
     "cpu-preset": (f"@{PRESETS}/cpu_1mb_avx2.env GPTQ_BATCHES=0 SIZE_CAP=0", 40, 1 << 16),
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
-    "gpu-1024": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=524288", 30, 1 << 23),
     "gpu-124M": ("NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 "
                  "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VAL_BATCH_SIZE=65536 GRAD_ACCUM_STEPS=1",
                  50, 1 << 20),
