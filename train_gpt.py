@@ -342,7 +342,7 @@ def start_ranks(config: Config) -> Ranks:
     elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
     if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes all memory from its heap
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes memory from its heap
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
     if world_size > 1:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
@@ -401,7 +401,7 @@ class RunLog:
             self.line(text)
 
 # ---- Data and validation ----------------------------------------------------------------
-# What a step reads follows from its number alone. A score is in bits per byte of the text.
+# What a step reads follows from its number alone. A score is in bits per byte of text.
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
@@ -810,7 +810,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
         slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
-        self.compute = torch.float32 if slow else torch.bfloat16  # a thousand times faster
+        self.compute = torch.float32 if slow else torch.bfloat16  # 1,000 times faster
         self.banks = {}  # matrices by their shape
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
