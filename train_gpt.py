@@ -772,7 +772,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
     capability = device.type == "cuda" and torch.cuda.get_device_capability()
-    if capability == (9, 0) and torch.backends.cudnn.version() > 91500:  # pytorch#169849
+    if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
         kernels.insert(0, "cudnn")  # 1.6 times as fast there
     elif device.type == "cpu" and config.compile != "0" and is_short:
         kernels.insert(0, "tiled")
