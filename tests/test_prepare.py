@@ -164,7 +164,7 @@ def test_documents_of_both_splits_are_left_out_of_the_training_split(tmp_path, m
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
 
 
-@pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "char"])
+@pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "caseops290", "char"])
 def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(prepare, "SAMPLE_BYTES", 50_000)  # a part of the text, chosen by hash
     texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
@@ -179,7 +179,6 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     (["a.jsonl"], "none of the 4 documents .* val split"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
-    (["a.jsonl", "--caseops"], "--caseops is for a vocabulary that is learnt"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' only decodes"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
     (["a.jsonl", "--out", "full"], "full' is not empty"),
