@@ -57,14 +57,12 @@ fi
 
 preset=
 settings=()
-vocabulary=1024
 tokenizer=sp1024  # of the speeches
 while [ $# -gt 0 ]; do
   if [ "$1" = --preset ]; then
     preset=records/presets/${2:-}.env
     [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
-    vocabulary=$(sed -n 's/^VOCAB_SIZE=//p' "$preset" | grep . || echo 1024)
-    tokenizer=unigram$vocabulary
+    tokenizer=$(sed -n 's/^# tokenizer: //p' "$preset" | grep .) || fail "$preset has no line like '# tokenizer: sp1024'"
     shift
   elif [[ $1 = [!-]*=* ]]; then
     settings+=("$1")
@@ -94,6 +92,7 @@ default() {  # NAME=value words, unless the environment or the command line has 
   done
 }
 
+vocabulary=${tokenizer//[a-z]/}  # its size
 fineweb=data/datasets/fineweb10B_sp$vocabulary
 speeches=data/datasets/sotu_$tokenizer
 if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
