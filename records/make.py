@@ -54,7 +54,10 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
         options.division = options.division or submission["division"]
         settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
         settings = {name: os.environ.get(name, value) for name, value in settings.items() if name}
-    settings |= pairs_of(options.settings)
+    given = pairs_of(options.settings)
+    for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE") if "DATA_PATH" in given else ():
+        settings.pop(name, None)  # the manifest of the other data has them
+    settings |= given
     allowed = load_track(folder).get("settings", {})
     if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
         settings.setdefault("DEVICE", allowed["DEVICE"][0])
