@@ -3,7 +3,7 @@
     python train_gpt.py --help                             every variable and its default
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device: CUDA, MPS or CPU
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
-    python train_gpt.py ITERATIONS=0 INIT_FROM=RUN_ID      score that run's model
+    python train_gpt.py ITERATIONS=0 INIT_FROM=RUN_ID DATA_PATH=FOLDER    score its model
 
 Set variables in the environment or as NAME=value arguments; arguments win. @FILE names a file
 of such lines, over which both win. In shapes, B is rows, T tokens, V vocabulary, D width,
@@ -1327,8 +1327,7 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
-    config, step = trainer.config, trainer.clock.step
-    label = validation.label
+    config, step, label = trainer.config, trainer.clock.step, validation.label
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
         took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
