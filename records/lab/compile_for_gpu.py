@@ -234,8 +234,9 @@ def count(plans: dict[bool, list[tuple[str, int, float]]]) -> dict[str, float]:
 
 def missing() -> str:
     """Why this machine cannot compile for a GPU; "" if it can."""
-    return "" if torch.version.cuda else (f"PyTorch {torch.__version__} is not a CUDA build; in a virtual environment of its own, "
-                                          f"pip install torch=={TORCH} numpy sentencepiece tiktoken")
+    fits = torch.version.cuda and torch.__version__.split("+")[0] == TORCH
+    return "" if fits else (f"PyTorch {torch.__version__} is not the CUDA build of {TORCH}; in a virtual environment of its own, "
+                            f"pip install torch=={TORCH} numpy sentencepiece tiktoken")
 
 
 def main() -> None:
