@@ -164,7 +164,7 @@ def test_documents_of_both_splits_are_left_out_of_the_training_split(tmp_path, m
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
 
 
-@pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "caseops290", "char"])
+@pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "caseops288", "char"])
 def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(prepare, "SAMPLE_BYTES", 50_000)  # a part of the text, chosen by hash
     texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
