@@ -34,14 +34,13 @@ def test_operators_stand_before_a_word_and_its_space(text, wanted):
     assert tokenization.fold_case(text) == wanted and tokenization.unfold_case(wanted) == text
 
 
-def test_every_text_comes_back_or_is_refused():
-    characters = string.ascii_letters * 2 + "   \n\t0.É_'ßİ\u2581"
+def test_every_text_comes_back():
+    """Web pages have private characters, too."""
+    characters = string.ascii_letters * 2 + "   \n\t0.É_'ßİ\u2581" + 3 * "\ue001\ue002\ue003\ue004"
     chosen = random.Random(0)
     for _ in range(3000):
         text = "".join(chosen.choices(characters, k=chosen.randrange(30)))
         assert tokenization.unfold_case(tokenization.fold_case(text)) == text
-    with pytest.raises(ValueError, match="reserves U.E001 to U.E003"):
-        tokenization.fold_case("a \ue001the")
     assert tokenization.unfold_case("x\ue001 \ue002\ue003") == "x "  # a model may write them anywhere
 
 
@@ -50,7 +49,7 @@ def test_all_bytes_of_the_original_text_are_counted(folded):
     val = json.loads((folded / "manifest.json").read_text())["splits"]["val"]
     assert val["bytes"] == val["decoded_bytes"] > 1000 and val["changed_documents"] == 0
     tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
-    text = (REPOSITORY / "README.md").read_text()
+    text = (REPOSITORY / "README.md").read_text() + "\ue001 our \ue002\ue003\ue004The"
     ids = tokenizer.encode([text], 1)[0]
     assert tokenizer.decode(ids).decode() == text and len(tokenizer.operators) == 3
     assert np.isin(ids, list(tokenizer.operators)).sum() > 100
