@@ -130,10 +130,9 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
 
 
-def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, data, capsys):
+def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, data):
     """Another run's name may begin like this one's or match it as a pattern; another file's time may lie ahead."""
     tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, RUN_ID="lr0", RESUME="auto")
-    assert "RESUME=auto: there is no checkpoint to continue; this run is new" in capsys.readouterr().err
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["lr0_00000008.pt", "lr0_00000009.pt"]
     others = {"lr0_00000008.pt", "lr0_00000009.pt", "lr[01]_20261122_00000009.pt", "b_00000001.pt"}
@@ -367,19 +366,16 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
     assert events(tmp_path, "run")[0]["step"] == 1
 
 
-@pytest.mark.parametrize("error, wanted", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB of which 1 GiB is free."),
-     "Tried to allocate 2.00 GiB.*1 GiB is free.*MICRO_BATCH_TOKENS or MODEL_DIM"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-     "tried to allocate 9 bytes.*MICRO_BATCH_TOKENS"),
-    (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "closed by peer\nAnother rank has ended"),
-    (RuntimeError("a bug"), "^a bug$")])  # with its traceback
-def test_errors_of_pytorch_say_what_to_do(tmp_path, monkeypatch, data, error, wanted):
+def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(tmp_path, monkeypatch, data):
     def train(*arguments):
         raise error
 
     monkeypatch.setattr(train_gpt, "train", train)
-    with pytest.raises(RuntimeError if wanted == "^a bug$" else SystemExit, match="(?s)" + wanted):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(SystemExit, match="Tried to allocate 2.00 GiB.\nTry a lower MICRO_BATCH_TOKENS"):
+        tiny_run(monkeypatch, tmp_path, data)
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="^a bug$"):
         tiny_run(monkeypatch, tmp_path, data)
 
 

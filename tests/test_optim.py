@@ -24,17 +24,6 @@ def micro_batches(config, tokens):
     return list(zip(tokens[:, :-1].split(rows), tokens[:, 1:].split(rows)))
 
 
-@pytest.mark.parametrize("place, shape", [("blocks.0.attn", (2, 4, 4)), ("", (4, 4))])
-def test_a_parameter_of_no_kind_is_an_error(place, shape):
-    """Adam would train it as if it were a vector, without a word."""
-    trainer = make_trainer()
-    trainer.model.get_submodule(place).register_parameter("mixer", torch.nn.Parameter(torch.zeros(shape)))
-    with pytest.raises(ValueError, match="mixer has no kind in build_optimizers; .*CONTROL_TENSOR_NAME_PATTERNS"):
-        train_gpt.build_optimizers(trainer.model, trainer.config, trainer.ranks)
-    config = train_gpt.replace(trainer.config, control_tensor_name_patterns="mixer," + train_gpt.CONTROL)
-    train_gpt.build_optimizers(trainer.model, config, trainer.ranks)
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon to compare with")
 @pytest.mark.parametrize("row_norm, momentum, decay", [(False, 0.9, 0.0), (False, 0.9, 0.1), (True, 0.0, 0.0)])
 def test_muon_steps_like_pytorchs(row_norm, momentum, decay):

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +54,7 @@ def test_the_log_has_the_lines_that_parsers_read(finished):
     text = (folder / "logs" / "run.txt").read_text()
     source = (train_gpt.Path(train_gpt.__file__)).read_text()
     assert text.startswith(source + "\n" + "=" * 100 + "\nRunning Python ")
-    settings = next(line for line in text.splitlines() if line.startswith("config:{"))  # 3,000 characters: not on the console
-    assert text.replace(settings + "\n", "").endswith("=" * 100 + "\n" + "\n".join(lines[1:]) + "\n")
+    assert text.endswith("=" * 100 + "\n" + "\n".join(lines[1:]) + "\n")
 
 
 def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
@@ -87,7 +85,6 @@ def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
     result = run_trainer(tmp_path, *words, "RUN_ID=two", "OUT_DIR=out", ranks=2)
     assert result.returncode == 0, result.stderr
     one, two = events(tmp_path, "one"), events(tmp_path, "two")
-    assert re.search(r"^joining 2 ranks at \S+:\d+$", result.stderr, re.M), result.stderr
     assert "world_size:2 grad_accum_steps:4" in result.stdout
     assert result.stdout.count("\nmodel_params:") == 1
     for a, b in zip(one, two, strict=True):
@@ -126,15 +123,6 @@ def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, cha
     with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, **changes))
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere CPUs are not compiled for")
-def test_a_compiler_that_fails_is_an_error_that_says_what_to_do(finished, tmp_path):
-    result = run_trainer(tmp_path, *tiny_arguments(finished[1], COMPILE="auto", NUM_LAYERS=1, ITERATIONS=2), environment={
-        "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
-    assert result.returncode == 1 and result.stderr.count("train_gpt.py: ") == 1
-    assert result.stderr.endswith("or set COMPILE=0\n")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
