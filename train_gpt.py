@@ -127,6 +127,11 @@ class Config:
     shift_keys: bool = kept(False, "shift a part of each key by one token")
     exclusive_attn: bool = kept(False, "project a token's own value out of its output")
     head_gate: bool = kept(False, "let each token weigh the output of each of its heads")
+    lanes: int = kept(0, "the last N blocks give attention and MLP a residual stream each")
+    num_loops: int = kept(0, "times that blocks LOOP_START to LOOP_END run again; 0: never")
+    loop_start: int = kept(0, "first of the blocks that run again")
+    loop_end: int = kept(0, "last of the blocks that run again")
+    loop_at: float = var(0.35, "part of the training after which they do")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -178,6 +183,8 @@ class Config:
                 f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        require(self.loop_start <= self.loop_end < self.num_layers, f"LOOP_END={self.loop_end} is "
+                f"not from LOOP_START={self.loop_start} to NUM_LAYERS - 1 = {self.num_layers - 1}")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
                 f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
         require(re.fullmatch(r"([^./\\-][^/\\]*)?", self.run_id),
@@ -664,20 +671,29 @@ class MLP(nn.Module):
         return linear(hidden, self.proj, scale=scale)
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0."""
-    def __init__(self, config: Config):
+    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0. With a
+    `lane` for the MLP, both become learned sums with the outputs of both (parameter-golf#1518)."""
+    def __init__(self, config: Config, number: int):
         super().__init__()
         self.attn = Attention(config)
         self.mlp = MLP(config)
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
+        if number >= config.num_layers - config.lanes:  # equal rows would stay equal
+            self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
-    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane: Tensor | None):
         mix = self.resid_mix.to(x.dtype)
-        x = mix[0] * x + mix[1] * x0
-        x = x + self.attn(rms_norm(x), cos, sin, self.attn_scale)
-        return x + self.mlp(rms_norm(x), self.mlp_scale)
+        mixed = mix[0] * x + mix[1] * x0
+        attended = self.attn(rms_norm(mixed), cos, sin, self.attn_scale)
+        if lane is None:
+            x = mixed + attended
+            return x + self.mlp(rms_norm(x), self.mlp_scale), None
+        fed = self.mlp(rms_norm(lane), self.mlp_scale)
+        shares = self.resid_mix_lanes.to(x.dtype)
+        return tuple(s[0] * own + s[1] * attended + s[2] * fed
+                     for own, s in zip((x, lane), shares))
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks has skip connections to the second, last to first."""
@@ -687,12 +703,13 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto": float32
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
         self.tok_emb = nn.Embedding(rows, config.model_dim)  # as published: first to use the seed
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         tied = config.tie_embeddings
+        self.loops = config.num_loops  # `train` sets 0 until LOOP_AT (parameter-golf#1437)
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
-        self.half = config.num_layers // 2
-        ones = torch.ones(self.half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=self.half > 0)  # DDP refuses unused
+        half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
+        ones = torch.ones(half, config.model_dim)
+        self.skip_weights = nn.Parameter(ones, requires_grad=half > 0)  # DDP refuses unused
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -722,14 +739,20 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        x, pushed = x0.clone(), []  # with x0 twice, block 0 would need its own graph
-        for i, block in enumerate(self.blocks):
-            if i >= self.half and pushed:
-                x = x + self.skip_weights[i - self.half].to(x.dtype) * pushed.pop()
-            x = block(x, x0, cos, sin)
-            if i < self.half:
+        order = list(range(len(self.blocks)))
+        end = self.config.loop_end + 1
+        order[end:end] = self.loops * order[self.config.loop_start:end]
+        half = len(order) // 2
+        x, lane, pushed = x0.clone(), None, []  # with x0 twice, block 0 would need its own graph
+        for i, number in enumerate(order):
+            if lane is None and i >= len(order) - self.config.lanes:
+                lane = x
+            if i >= half and pushed:
+                x = x + self.skip_weights[i - half].to(x.dtype) * pushed.pop()
+            x, lane = self.blocks[number](x, x0, cos, sin, lane)
+            if i < half:
                 pushed.append(x)
-        return x
+        return x if lane is None else lane
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
@@ -1231,6 +1254,8 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
     while True:
         # A checkpoint comes first: validation and export can take long.
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
+        part = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
+        trainer.model.loops = config.num_loops if done or part >= config.loop_at else 0
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
             save_checkpoint(trainer, loader, log)
@@ -1429,7 +1454,9 @@ def run(config: Config, overrides: dict, source: str) -> int:
             part.compile(dynamic=False, fullgraph=True)
         if config.compile == "blocks":
             trainer.model.loss = torch.compile(trainer.model.loss, dynamic=False, fullgraph=True)
-        trainer.model(*loader.batches(0)[0]).backward()
+        for loops in sorted({0, config.num_loops}):  # two graphs if blocks run again
+            trainer.model.loops = loops
+            trainer.model(*loader.batches(0)[0]).backward()
         trainer.model.zero_grad(set_to_none=True)
     stops = [number for number in signal.Signals  # not those that nohup and shells ignore
              if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN]

@@ -66,6 +66,8 @@ def test_values(monkeypatch, argument, value):
     ("--num-layers=4", "did you mean NUM_LAYERS"),
     ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
+    ("LOOP_START=1", "LOOP_END=0 is not from LOOP_START=1 to NUM_LAYERS - 1 = 8"),
+    ("LOOP_END=9", "LOOP_END=9 is not from LOOP_START=0"),
     ("MODEL_DIR=1", "did you mean MODEL_DIM"),
 ])
 def test_bad_arguments_name_what_would_work(argument, wanted):

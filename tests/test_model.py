@@ -10,7 +10,8 @@ import train_gpt
 from conftest import tiny_config
 
 CPU = torch.device("cpu")
-REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True)
+REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True, lanes=2,
+                 num_loops=2, loop_end=1)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
                         if f.type is bool and f.metadata["kind"] == "kept" and not f.default}
@@ -80,12 +81,17 @@ def reference_logits(model, tokens):
     x0 = norm(F.embedding(tokens, state["tok_emb.weight"]))
     if config.smear:
         x0 = torch.cat((x0[:, :1], x0[:, 1:] + state["smear"] * x0[:, :-1]), 1)
-    x = x0
-    stack, half = [], config.num_layers // 2
-    for i in range(config.num_layers):
+    x, lane, stack = x0, None, []
+    order = [i for i in range(config.num_layers) if i < config.loop_start]
+    order += (config.num_loops + 1) * [i for i in range(config.num_layers) if config.loop_start <= i <= config.loop_end]
+    order += [i for i in range(config.num_layers) if i > config.loop_end]
+    half, first_lane = len(order) // 2, len(order) - config.lanes
+    for place, i in enumerate(order):
         w = {name.removeprefix(f"blocks.{i}."): t for name, t in state.items() if name.startswith(f"blocks.{i}.")}
-        if i >= half and stack:
-            x = x + state["skip_weights"][i - half] * stack.pop()
+        lane = x if place == first_lane else lane
+        if place >= half and stack:
+            x = x + state["skip_weights"][place - half] * stack.pop()
+        before = x
         x = w["resid_mix"][0] * x + w["resid_mix"][1] * x0
         h, heads = norm(x), []
         for head in range(config.num_heads):
@@ -105,13 +111,18 @@ def reference_logits(model, tokens):
                 gate = w["attn.attn_scale_gate"][head]
                 y = y * 2 * torch.sigmoid(h[..., :len(gate)] @ gate)[..., None]
             heads.append(y)
-        x = x + w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
-        hidden = norm(x) @ w["mlp.fc.weight"].T
+        attended = w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
+        x = x + attended
+        hidden = norm(x if lane is None else lane) @ w["mlp.fc.weight"].T
         hidden = torch.where(hidden > 0, hidden, config.mlp_slope * hidden) ** 2
-        x = x + w["mlp_scale"] * (hidden @ w["mlp.proj.weight"].T)
-        if i < half:
+        fed = w["mlp_scale"] * (hidden @ w["mlp.proj.weight"].T)
+        x = x + fed
+        if lane is not None:
+            x, lane = torch.einsum("ij,jbtd->ibtd", w["resid_mix_lanes"][:, 1:], torch.stack((attended, fed))) + torch.stack(
+                (w["resid_mix_lanes"][0, 0] * before, w["resid_mix_lanes"][1, 0] * lane))
+        if place < half:
             stack.append(x)
-    logits = norm(x) @ state.get("lm_head.weight", state["tok_emb.weight"]).T
+    logits = norm(x if lane is None else lane) @ state.get("lm_head.weight", state["tok_emb.weight"]).T
     return config.logit_softcap * torch.tanh(logits / config.logit_softcap)
 
 
@@ -119,7 +130,8 @@ def reference_logits(model, tokens):
     dict(num_layers=5), dict(num_layers=4, num_heads=4, num_kv_heads=2, tie_embeddings=False),
     dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0),
     dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="tiled"),
-    dict(num_layers=3, num_heads=4, num_kv_heads=2, **REFERENCE), dict(shift_keys=True)])
+    dict(num_layers=3, num_heads=4, num_kv_heads=2, **REFERENCE), dict(shift_keys=True),
+    dict(num_layers=11, num_loops=2, loop_start=3, loop_end=5, lanes=3), dict(num_layers=4, num_loops=1, loop_start=3, loop_end=3)])
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))
