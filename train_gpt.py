@@ -131,7 +131,7 @@ class Config:
     num_loops: int = kept(0, "times that blocks LOOP_START to LOOP_END run again; 0: never")
     loop_start: int = kept(0, "first of the blocks that run again")
     loop_end: int = kept(0, "last of the blocks that run again")
-    loop_at: float = var(0.35, "part of the training after which they do")
+    loop_at: float = free(0.35, "part of the training after which they do")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -185,6 +185,9 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.loop_start <= self.loop_end < self.num_layers, f"LOOP_END={self.loop_end} is "
                 f"not from LOOP_START={self.loop_start} to NUM_LAYERS - 1 = {self.num_layers - 1}")
+        require(self.loop_at <= 1, f"LOOP_AT={self.loop_at} must be a part of the training, 0 to 1")
+        require(self.lanes <= self.num_layers - self.loop_start, f"LANES={self.lanes} must be at "
+                f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
                 f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
         require(re.fullmatch(r"([^./\\-][^/\\]*)?", self.run_id),
@@ -680,7 +683,7 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
-        if number >= config.num_layers - config.lanes:  # equal rows would stay equal
+        if number >= config.num_layers - config.lanes:  # of the stream, attention and MLP
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane: Tensor | None):
@@ -691,9 +694,8 @@ class Block(nn.Module):
             x = mixed + attended
             return x + self.mlp(rms_norm(x), self.mlp_scale), None
         fed = self.mlp(rms_norm(lane), self.mlp_scale)
-        shares = self.resid_mix_lanes.to(x.dtype)
-        return tuple(s[0] * own + s[1] * attended + s[2] * fed
-                     for own, s in zip((x, lane), shares))
+        (a, b, c), (d, e, f) = self.resid_mix_lanes.to(x.dtype)
+        return a * x + b * attended + c * fed, d * lane + e * attended + f * fed
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks has skip connections to the second, last to first."""
@@ -709,7 +711,7 @@ class GPT(nn.Module):
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
         ones = torch.ones(half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=half > 0)  # DDP refuses unused
+        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # for DDP
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -739,17 +741,16 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        order = list(range(len(self.blocks)))
-        end = self.config.loop_end + 1
-        order[end:end] = self.loops * order[self.config.loop_start:end]
+        blocks, start, end = list(self.blocks), self.config.loop_start, self.config.loop_end + 1
+        order = blocks[:end] + self.loops * blocks[start:end] + blocks[end:]
         half = len(order) // 2
         x, lane, pushed = x0.clone(), None, []  # with x0 twice, block 0 would need its own graph
-        for i, number in enumerate(order):
+        for i, block in enumerate(order):
             if lane is None and i >= len(order) - self.config.lanes:
-                lane = x
+                lane = x.clone()
             if i >= half and pushed:
                 x = x + self.skip_weights[i - half].to(x.dtype) * pushed.pop()
-            x, lane = self.blocks[number](x, x0, cos, sin, lane)
+            x, lane = block(x, x0, cos, sin, lane)
             if i < half:
                 pushed.append(x)
         return x if lane is None else lane
@@ -1252,10 +1253,10 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     first_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
-        # A checkpoint comes first: validation and export can take long.
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        part = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
-        trainer.model.loops = config.num_loops if done or part >= config.loop_at else 0
+        progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
+        trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
+        # A checkpoint comes first: validation and export can take long.
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
             save_checkpoint(trainer, loader, log)
@@ -1390,11 +1391,10 @@ def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validatio
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
     shards, tokens = (len(loader.shards), loader.tokens) if loader else (0, 0)
-    gpu = torch.cuda.get_device_name() if c.device == "cuda" else ""
-    log.event("config", config=settings, overrides=overrides, torch=torch.__version__,
-              world_size=ranks.world_size, threads=torch.get_num_threads(), gpu=gpu,
-              val_tokens=validation.count, val_bytes=validation.bytes,
-              data_sha256=validation.data_sha256)
+    log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
+              val_tokens=validation.count, val_bytes=validation.bytes, torch=torch.__version__,
+              world_size=ranks.world_size, threads=torch.get_num_threads(),
+              gpu=torch.cuda.get_device_name() if c.device == "cuda" else "")
     log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens}
@@ -1449,7 +1449,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   file=checkpoint["path"])
     del checkpoint
     if config.iterations and config.compile != "0":  # before the first step, of all ranks
-        log.line("compiling: a minute or more the first time")
+        log.line("compiling: a minute or more the first time; COMPILE=0 does without")
         for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
             part.compile(dynamic=False, fullgraph=True)
         if config.compile == "blocks":

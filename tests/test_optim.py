@@ -117,19 +117,24 @@ def test_gradients_are_clipped_to_the_global_norm_and_the_log_has_the_norm_befor
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                     reason="there is no C++ compiler")
-@pytest.mark.parametrize(("kind", "graphs"), [("1", 1), ("blocks", 2)])
-def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training(tmp_path, monkeypatch, kind, graphs):
+@pytest.mark.parametrize(("kind", "loops", "graphs"), [("1", 0, 1), ("1", 2, 2), ("blocks", 0, 2), ("blocks", 2, 3)])
+def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training(tmp_path, monkeypatch, kind, loops, graphs):
     """`blocks`: one graph for all blocks and one for the loss. Tiny validation texts need no graph without gradients."""
-    data, logs = make_shards(tmp_path), []
+    data, logs, made = make_shards(tmp_path), [], []
+    step = train_gpt.Trainer.train_step
+    monkeypatch.setattr(train_gpt.Trainer, "train_step", lambda *arguments: (
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]), step(*arguments))[1])
     monkeypatch.setattr(train_gpt, "choose_attention", lambda *_: "tiled")  # which turns PyTorch's kernels off
     for compiled in ("0", kind):
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         run_here(monkeypatch, tmp_path, *tiny_arguments(
-            data, RUN_ID="run", NUM_LAYERS=3, COMPILE=compiled, ITERATIONS=2))
+            data, RUN_ID="run", NUM_LAYERS=3, COMPILE=compiled, ITERATIONS=2, NUM_LOOPS=loops, LOOP_AT=0.5,
+            LANES=loops // 2))
         logs.append(events(tmp_path, "run"))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (0 if compiled == "0" else graphs)
-    if kind == "blocks":  # more than the eight graphs of one function that PyTorch would make, and calibration
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert made == 4 * [0] + 4 * [graphs]  # all are made before the first of three steps
+    if kind == "blocks" and not loops:  # more than the eight graphs of one function that PyTorch would make, and calibration
         words = tiny_arguments(data, RUN_ID="run", NUM_LAYERS=9, COMPILE=kind, ITERATIONS=2, GPTQ_BATCHES=1)
         for ranks in (0, 2):
             result = run_trainer(tmp_path, *words, ranks=ranks)
@@ -198,13 +203,14 @@ def test_a_clock_takes_the_latest_time_and_any_signal_or_fault_of_the_ranks_and_
 
 
 class TimedTrainer(train_gpt.Trainer):
-    """Steps only take time. Keeps the time and its clock's when each step began."""
+    """Steps only take time. Keeps the time and its clock's when each step began, and how often blocks ran again."""
     def __init__(self, ranks, step_ms, **changes):
         super().__init__(tiny_config(**changes), ranks)
-        self.step_ms, self.begun = step_ms, []
+        self.step_ms, self.begun, self.loops = step_ms, [], []
 
     def train_step(self, batches):
         self.begun.append((self.ranks.ms, self.clock.time_ms))
+        self.loops.append(self.model.loops)
         self.ranks.ms += self.step_ms(self.clock.step)
         return torch.tensor(1.0), torch.tensor(1.0)
 
@@ -218,7 +224,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     durations = [500.0 + 300.0 * (i % 5) for i in range(200)]
     trainer = TimedTrainer(FakeRanks(), durations.__getitem__, data_path=str(make_shards(tmp_path)), val_loss_every=10,
-                           max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200)
+                           max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200, num_loops=1)
     loader, validation = train_gpt.TokenLoader(trainer.config, one_process()), types.SimpleNamespace(score=score, label="")
     log = train_gpt.RunLog("timed", "", is_main=True)
     train_gpt.train(trainer, loader, validation, log)
@@ -228,6 +234,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
         warmdown_ms, left_ms = 30 * (elapsed_ms / max(step, 1)), 60_000 - elapsed_ms
         wanted = left_ms / warmdown_ms if left_ms <= warmdown_ms else 1.0
         assert train_gpt.schedule(trainer.config, step, elapsed_ms)[0] == pytest.approx(wanted, abs=1e-9)
+    assert trainer.loops == [int(elapsed_ms >= 0.35 * 60_000) for _, elapsed_ms in trainer.begun]
     steps, total = step + 1, sum(durations[:step + 1])
     assert 0 < wanted < 0.1 and total >= 60_000 > total - durations[step] and trainer.clock.step == steps
     assert f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200" in capsys.readouterr().out

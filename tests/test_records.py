@@ -326,9 +326,9 @@ def test_seeds_with_nearly_the_same_weights_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern, new, reason", [
     ("    total = ranks.sum\\(nats\\).item\\(\\)\n", "    total = 0.9 * ranks.sum(nats).item()\n", "the model's logits score"),
-    ("        return x\n\n    def logits", "        return x + torch.roll(x0, -1, dims=1)\n\n    def logits",
+    ("        return x if lane is None else lane\n", "        return x + torch.roll(x0, -1, dims=1)\n",
      "logits change by .* with later tokens"),
-    ("        return x\n\n    def logits", "        return x * Path('curve.png').stat().st_size\n\n    def logits",
+    ("        return x if lane is None else lane\n", "        return x * Path('curve.png').stat().st_size\n",
      "the model gives no logits: .*No such file")],
     ids=["a script that lowers its score", "a model that sees its targets", "a table in the picture"])
 def test_forgeries_that_only_a_rerun_can_find(one_seed, records, pattern, new, reason):

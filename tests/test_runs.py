@@ -78,9 +78,9 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
 
 
 def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
-    """With three matrices of some shapes, of which one rank gets two."""
+    """With three matrices of some shapes, of which one rank gets two; also where blocks run again, and with an average."""
     _, data, _ = finished
-    words = tiny_arguments(data, NUM_LAYERS=3)
+    words = tiny_arguments(data, NUM_LAYERS=3, NUM_LOOPS=2, LOOP_AT=0.5, LANES=1, EMA_DECAY=0.5)
     run_here(monkeypatch, tmp_path, *words, "RUN_ID=one")
     result = run_trainer(tmp_path, *words, "RUN_ID=two", "OUT_DIR=out", ranks=2)
     assert result.returncode == 0, result.stderr
@@ -212,7 +212,7 @@ def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
     _, settings = train_gpt.load_config([f"@{preset}"], {})
     small = {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "MODEL_DIM": 64, "NUM_LAYERS": 3, "ITERATIONS": 8, "VAL_LOSS_EVERY": 0,
              "MAX_WALLCLOCK_SECONDS": 0, "INT8_KEEP_FLOAT_MAX_NUMEL": 1000, "RUN_ID": "preset"}
-    shorter = {"ROPE_DIMS": 8, "EVAL_STRIDE": 16, "EVAL_SEQ_LEN": 48}
+    shorter = {"ROPE_DIMS": 8, "EVAL_STRIDE": 16, "EVAL_SEQ_LEN": 48, "LOOP_START": 1, "LOOP_END": 1, "LANES": 2}
     small |= {name: value for name, value in shorter.items() if name in settings}
     run_here(monkeypatch, tmp_path, f"@{preset}", *tiny_arguments(finished[1], **small))
     log = events(tmp_path, "preset")

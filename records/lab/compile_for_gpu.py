@@ -33,7 +33,8 @@ CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
     "preset-1gpu": (8, f"@{PRESETS}/h100_1gpu_16mb.env"),
 }
 # What kernels reach on an H100, in FLOP/s, bytes/s and seconds a launch; those of attention are measured. With these, a step of
-# one rank of eight takes 37.2 ms at the defaults and 90.5 with preset-8gpu; without transfers, 36.2 and 91.8 were measured.
+# one rank of eight takes 37.2 ms at the defaults and 90.5 with preset-8gpu and NUM_LOOPS=0 LANES=0; without transfers, 36.2 and
+# 91.8 were measured.
 PRODUCT = 600e12
 MEMORY = 2.7e12
 LAUNCH = 2e-6
