@@ -127,11 +127,11 @@ class Config:
     shift_keys: bool = kept(False, "shift a part of each key by one token")
     exclusive_attn: bool = kept(False, "project a token's own value out of its output")
     head_gate: bool = kept(False, "let each token weigh the output of each of its heads")
-    lanes: int = kept(0, "the last N blocks give attention and MLP a residual stream each")
-    num_loops: int = kept(0, "times that blocks LOOP_START to LOOP_END run again; 0: never")
-    loop_start: int = kept(0, "first of the blocks that run again")
-    loop_end: int = kept(0, "last of the blocks that run again")
-    loop_at: float = free(0.35, "part of the training after which they do")
+    lanes: int = kept(0, "blocks at the end whose MLP has a residual stream of its own")
+    num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
+    loop_start: int = kept(0, "first repeated block, counted from 0")
+    loop_end: int = kept(0, "last repeated block, counted from 0")
+    loop_at: float = free(0.35, "fraction of the training before NUM_LOOPS takes effect")
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -183,9 +183,9 @@ class Config:
                 f"ROPE_DIMS={self.rope_dims} must be even, below {self.model_dim // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
-        require(self.loop_start <= self.loop_end < self.num_layers, f"LOOP_END={self.loop_end} is "
-                f"not from LOOP_START={self.loop_start} to NUM_LAYERS - 1 = {self.num_layers - 1}")
-        require(self.loop_at <= 1, f"LOOP_AT={self.loop_at} must be a part of the training, 0 to 1")
+        require(self.loop_start <= self.loop_end < self.num_layers,
+                f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
+        require(self.loop_at <= 1, f"LOOP_AT={self.loop_at} must be from 0 to 1")
         require(self.lanes <= self.num_layers - self.loop_start, f"LANES={self.lanes} must be at "
                 f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
@@ -674,8 +674,8 @@ class MLP(nn.Module):
         return linear(hidden, self.proj, scale=scale)
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0. With a
-    `lane` for the MLP, both become learned sums with the outputs of both (parameter-golf#1518)."""
+    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0. A `lane`
+    is the MLP's own stream: each stream adds both outputs, with weights (parameter-golf#1518)."""
     def __init__(self, config: Config, number: int):
         super().__init__()
         self.attn = Attention(config)
@@ -683,7 +683,7 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
-        if number >= config.num_layers - config.lanes:  # of the stream, attention and MLP
+        if number >= config.num_layers - config.lanes:  # weights of stream, attention, MLP
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane: Tensor | None):
@@ -707,11 +707,11 @@ class GPT(nn.Module):
         self.tok_emb = nn.Embedding(rows, config.model_dim)  # as published: first to use the seed
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         tied = config.tie_embeddings
-        self.loops = config.num_loops  # `train` sets 0 until LOOP_AT (parameter-golf#1437)
+        self.loops = config.num_loops  # 0 until LOOP_AT (parameter-golf#1437)
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
         ones = torch.ones(half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # for DDP
+        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # else unused
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -1292,7 +1292,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     for p in trainer.model.parameters() if trainer.average else ():
         p.data.copy_(trainer.average.pop(0))
-    state, grams = trainer.model.state_dict(), None
+    state = trainer.model.state_dict()
     clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
@@ -1301,9 +1301,9 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
                 write_whole(Path(config.out_dir, "final_model.pt"), floats)
             except OSError as error:  # a full disk may still hold the artifact
                 log.line(f"warning: {error}")
-    if config.gptq_batches:
-        steps = range(clock.step, clock.step + config.gptq_batches)
-        grams = calibrate(trainer.model, [loader.batches(step) for step in steps], ranks)
+    steps = range(clock.step, clock.step + config.gptq_batches)
+    batches = [loader.batches(step) for step in steps]
+    grams = calibrate(trainer.model, batches, ranks) if batches else None
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1390,14 +1390,14 @@ def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validatio
     c, ranks, model = trainer.config, trainer.ranks, trainer.model
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
-    shards, tokens = (len(loader.shards), loader.tokens) if loader else (0, 0)
     log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
               val_tokens=validation.count, val_bytes=validation.bytes, torch=torch.__version__,
               world_size=ranks.world_size, threads=torch.get_num_threads(),
               gpu=torch.cuda.get_device_name() if c.device == "cuda" else "")
     log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
-train_loader:dataset:{Path(c.data_path).name} train_shards:{shards} tokens:{tokens}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{len(loader.shards) if loader else 0} \
+tokens:{loader.tokens if loader else 0}
 val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.count}{validation.label}
 model_params:{sum(p.numel() for p in model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
@@ -1449,7 +1449,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   file=checkpoint["path"])
     del checkpoint
     if config.iterations and config.compile != "0":  # before the first step, of all ranks
-        log.line("compiling: a minute or more the first time; COMPILE=0 does without")
+        log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
         for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
             part.compile(dynamic=False, fullgraph=True)
         if config.compile == "blocks":
@@ -1488,7 +1488,7 @@ def main() -> int:
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
-        print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr, flush=True)
+        print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
     if dist.is_initialized():  # threads of gloo may abort Python's own end
         os._exit(status)
     return status

@@ -17,7 +17,7 @@ SPACE = "\u2581"  # stands for a space in SentencePiece's pieces
 # An operator in front of a word, and of the space before it, stands for its capital letters, so that the forms of a word share
 # pieces (CaseOps: pull request 1729 of the 16 MB challenge). Their meaning: the first letter; all letters; the next letter.
 TITLE, CAPITALS, NEXT = OPERATORS = "\ue001\ue002\ue003"
-# Where a text has one of these characters, ESCAPE and two operators stand for it: as many bytes, since operators have none.
+# In the text itself, these characters and ESCAPE become ESCAPE and two operators. The bytes stay 3: operators count as 0.
 ESCAPE = "\ue004"
 ESCAPED = dict(zip(OPERATORS + ESCAPE, [ESCAPE + a + b for a in OPERATORS[:2] for b in OPERATORS[:2]]))
 ORIGINAL = {escaped: character for character, escaped in ESCAPED.items()}
@@ -37,12 +37,12 @@ def fold_word(match: re.Match) -> str:
 
 
 def fold_case(text: str) -> str:
-    """Return a text in small letters, with operators, from which `unfold_case` makes it again."""
+    """Return a text in lower case with operators. `unfold_case` restores the text exactly."""
     return WITH_CAPITAL.sub(fold_word, text.translate(str.maketrans(ESCAPED)))
 
 
 def unfold_case(text: str) -> str:
-    """Return a text with capital letters where operators are. Operators that mean nothing are left out."""
+    """Restore the text that `fold_case` was given. Operators before no letter are dropped."""
     return FOLDED.sub(lambda match: ORIGINAL.get(match[0]) or match[0][1:].upper(), text)
 
 

@@ -66,9 +66,9 @@ def test_values(monkeypatch, argument, value):
     ("--num-layers=4", "did you mean NUM_LAYERS"),
     ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
-    ("LOOP_START=1", "LOOP_END=0 is not from LOOP_START=1 to NUM_LAYERS - 1 = 8"),
-    ("LOOP_END=9", "LOOP_END=9 is not from LOOP_START=0"), ("LANES=10", "LANES=10 must be at most NUM_LAYERS - LOOP_START = 9"),
-    ("LOOP_AT=35", "LOOP_AT=35.0 must be a part of the training, 0 to 1"),
+    ("LOOP_START=1", "LOOP_END=0 must be from LOOP_START to NUM_LAYERS - 1"),
+    ("LOOP_END=9", "LOOP_END=9 must be from"), ("LANES=10", "LANES=10 must be at most NUM_LAYERS - LOOP_START = 9"),
+    ("LOOP_AT=35", "LOOP_AT=35.0 must be from 0 to 1"),
     ("MODEL_DIR=1", "did you mean MODEL_DIM"),
 ])
 def test_bad_arguments_name_what_would_work(argument, wanted):

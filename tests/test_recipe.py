@@ -10,11 +10,11 @@ SETTINGS = dict(OUT_DIR="", ITERATIONS=4, EMA_DECAY=0.75, CHECKPOINT_EVERY=1, KE
 
 
 def weights(folder, run_id) -> dict:
-    """What a run ended with, before it was rounded."""
+    """Return a run's final weights, before rounding."""
     return torch.load(folder / "logs" / run_id / "final_model.pt", weights_only=True)
 
 
-def test_the_average_is_of_all_steps_and_blocks_run_again_in_time_also_after_a_stop(tmp_path, monkeypatch, capsys):
+def test_the_average_covers_all_steps_and_blocks_repeat_from_loop_at_also_after_a_resume(tmp_path, monkeypatch, capsys):
     data, loops = make_shards(tmp_path), []
     step, score = train_gpt.Trainer.train_step, train_gpt.Validation.score
     monkeypatch.setattr(train_gpt.Trainer, "train_step", lambda trainer, *rest: (
@@ -28,7 +28,7 @@ def test_the_average_is_of_all_steps_and_blocks_run_again_in_time_also_after_a_s
 
     run("start", ITERATIONS=0)
     run("run")
-    assert loops == [2, 2, 0, 0, 0, 2, 2, 2, 2, 2]  # warm-up; score, two steps; the same; scores before and after the export
+    assert loops == [2, 2, 0, 0, 0, 2, 2, 2, 2, 2]  # warm-up; score and two steps, twice; scores before and after export
     average = list(weights(tmp_path, "start").values())  # not those of the warm-up
     for path in sorted((tmp_path / "logs" / "run" / "checkpoints").glob("*.pt")):
         state = torch.load(path, weights_only=True)
