@@ -166,16 +166,16 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     stand_in(checkout, "python", """case "$*" in
 *device_count*) echo 2 ;;
-*prepare.py*) mkdir -p data/datasets/sotu_unigram2048; touch data/datasets/sotu_unigram2048/manifest.json; echo "$*" ;;
+*prepare.py*) mkdir -p data/datasets/sotu_caseops2048; touch data/datasets/sotu_caseops2048/manifest.json; echo "$*" ;;
 *) touch logs/x.txt ;;
 esac""")
     result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh NUM_LAYERS=2 --preset cpu_1mb")
     assert result.returncode == 0, result.stderr
-    assert "data/prepare.py sotu --tokenizer unigram2048 --out data/datasets/sotu_unigram2048" in result.stdout
+    assert "data/prepare.py sotu --tokenizer caseops2048 --out data/datasets/sotu_caseops2048" in result.stdout
     command = next(line for line in result.stdout.splitlines() if line.startswith(".venv/bin/python train_gpt.py")).split()
     names = [word.split("=")[0] for word in command[2:]]
     assert len(names) == len(set(names)) and "MLP_SLOPE" not in names  # it is in the environment
-    assert {"DATA_PATH=data/datasets/sotu_unigram2048", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"} <= set(command)
+    assert {"DATA_PATH=data/datasets/sotu_caseops2048", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"} <= set(command)
     assert "torch.distributed.run" not in command  # the machine has two GPUs, but this preset is for CPUs
     assert "MAX_WALLCLOCK_SECONDS" not in names  # not the quick start's 120
 
