@@ -103,7 +103,7 @@ class Config:
     grad_accum_steps: int = free(0, "spans that a rank reads a step; 0: its share of 8")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "maximum tokens scored at once by all ranks")
+    val_batch_size: int = free(524288, "most tokens scored in GRAD_ACCUM_STEPS passes")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
     eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
