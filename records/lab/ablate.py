@@ -1,6 +1,6 @@
 """Train variations of one setting with several seeds, and print what each is worth.
 
-    python records/lab/ablate.py control 'slope MLP_SLOPE=0.5' 'wide MLP_MULT=3' --base records/presets/cpu_1mb.env \\
+    python records/lab/ablate.py control 'relu MLP_SLOPE=0' 'wide MLP_MULT=4' --base records/presets/cpu_1mb.env \\
         --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_caseops2048
 
 A variation is a name and its settings; the first one is what the others are compared with. All run for the same
