@@ -1074,8 +1074,7 @@ class Clock:
         self.signals.append((number, now))
 
 class Trainer:
-    """All that a step changes: model, optimizers, loss scale, clock. Ranks start with rank 0's
-    weights. Raises ValueError if INIT_FROM does not fit."""
+    """Model, optimizers, average, clock. Raises ValueError if INIT_FROM does not fit."""
     def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
         self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
         torch.manual_seed(config.seed)
@@ -1084,14 +1083,14 @@ class Trainer:
             load_weights(self.model, init_from)
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
-        weights = self.model.parameters() if config.ema_decay else ()
-        self.average = [p.detach().float().clone() for p in weights]
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.ddp = self.model  # with several ranks: backward averages their gradients
+        self.ddp = self.model  # ranks start with rank 0's weights and average gradients
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
             self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+        weights = self.model.parameters() if config.ema_decay else ()
+        self.average = [p.detach().float().clone() for p in weights]
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
@@ -1118,9 +1117,10 @@ class Trainer:
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
-        if self.average:  # float32: small updates vanish in bfloat16
+        if self.average:  # float32 keeps small updates; short runs forget sooner
             weights = [p.detach().float() for p in self.model.parameters()]
-            torch._foreach_lerp_(self.average, weights, 1 - config.ema_decay)
+            share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))
+            torch._foreach_lerp_(self.average, weights, share)
         return losses, norm
 
     def state_dict(self) -> dict:
