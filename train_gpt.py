@@ -41,8 +41,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ----------------------------------------------------------------------
-# Each setting is a field of Config and a variable of its name in capitals. A field is `free`
-# if it may change on resume, and `kept` if an artifact contains it, since its model needs it.
+# A field of Config is `free` if it may change on resume, `kept` if the model needs it later.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
@@ -525,8 +524,9 @@ class Validation:
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
-        extra = ", ".join(sorted(names - self.data_sha256.keys())) if entries else ""
-        require(not extra, f"{source} does not list {extra}; move away other texts")
+        listed = {name for name in self.data_sha256 if name in names or config.iterations}
+        odd = ", ".join(sorted(names ^ listed)) if entries else ""
+        require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)

@@ -177,15 +177,17 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp
     assert train_gpt.load_config(list(tiny_arguments(data)), {})[0].init_from == ""  # logs/ has a model now
 
 
-def test_shards_that_the_manifest_does_not_list_are_named(tmp_path, monkeypatch):
+def test_shards_that_are_not_those_of_the_manifest_are_named(tmp_path, monkeypatch):
     data = make_shards(tmp_path)
     shards = {split: {"shards": [{"file": path.name} for path in data.glob(f"*_{split}_*.bin")]} for split in ("train", "val")}
     (data / "manifest.json").write_text(json.dumps({"splits": shards}))
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
     for name in ("tiny_train_000000 copy.bin", "tiny_val_000001.bin"):
         write_shard(data / name, [1, 2] * 100)
-    with pytest.raises(SystemExit, match="does not list tiny_train_000000 copy.bin, tiny_val_000001.bin; move away"):
-        run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
+    (data / "tiny_train_000001.bin").unlink()
+    for iterations, lost in ((1, "tiny_train_000001.bin, "), (0, "")):  # scoring needs no training text
+        with pytest.raises(SystemExit, match=f"differ in tiny_train_000000 copy.bin, {lost}tiny_val_000001.bin; copy all"):
+            run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=iterations))
 
 
 def test_the_manifest_says_which_tokenizer_the_data_have(tmp_path, monkeypatch):
