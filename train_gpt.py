@@ -66,9 +66,10 @@ def require(condition, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
-def var(default, text: str, choices: str = "", low: float = 0, kind: str = ""):
-    """A field of Config: its help, what it may be, its lowest value and its kind."""
-    return field(default=default, metadata=dict(help=text, choices=choices, low=low, kind=kind))
+def var(default, text: str, choices: str = "", low: float = 0, high: float = 1e18, kind=""):
+    """A field of Config: its help, choices, lowest and highest value, and kind."""
+    about = dict(help=text, choices=choices, limits=(low, high), kind=kind)
+    return field(default=default, metadata=about)
 
 free = partial(var, kind="free")
 kept = partial(var, kind="kept")
@@ -117,7 +118,7 @@ class Config:
     mlp_mult: int = kept(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
     tie_embeddings: bool = kept(True, "use one table for input and output")
     rope_base: float = kept(10000.0, "base of the rotary frequencies", low=1)
-    logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3)
+    logit_softcap: float = kept(30.0, "limit of the logits, by tanh", low=1e-3, high=1e3)
     qk_gain_init: float = var(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = var(0.005, "initial standard deviation of a tied table")
     init: str = var("baseline", "gpt2: all weights normal, std 0.02", "baseline|gpt2")
@@ -130,7 +131,7 @@ class Config:
     num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
     loop_start: int = kept(0, "first repeated block, counted from 0")
     loop_end: int = kept(0, "last repeated block, counted from 0")
-    loop_at: float = free(0.35, "fraction of the training before NUM_LOOPS takes effect")
+    loop_at: float = free(0.35, "fraction of the run before NUM_LOOPS acts", high=1)
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -155,7 +156,7 @@ class Config:
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
-    ema_decay: float = var(0.0, "end with the weights' average of this decay; 0: off")
+    ema_decay: float = var(0.0, "decay of the average that the run ends with; 0: off", high=1)
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints and export
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
@@ -172,9 +173,9 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            value, low = getattr(self, f.name), f.metadata["low"]
-            require(f.type not in (int, float) or low <= value < 2**63,
-                    f"{f.name.upper()}={value} must be {low} or larger and less than 2**63")
+            value, (low, high) = getattr(self, f.name), f.metadata["limits"]
+            require(f.type not in (int, float) or low <= value <= high,
+                    f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads = self.num_heads
         require(self.model_dim % (2 * heads) == 0,
                 f"MODEL_DIM={self.model_dim} must be a multiple of 2 * NUM_HEADS = {2 * heads}")
@@ -184,7 +185,6 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
-        require(self.loop_at <= 1, f"LOOP_AT={self.loop_at} must be from 0 to 1")
         require(self.lanes <= self.num_layers - self.loop_start, f"LANES={self.lanes} must be at "
                 f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
@@ -242,7 +242,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
                  "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
     path, origin = given.get("INIT_FROM", ("", ""))
     if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
-        path = f"logs/{path}/{MODEL_FILE}"
+        path = Path("logs", path, MODEL_FILE).as_posix()
         given["INIT_FROM"] = (path, origin)
     given = {name: (text, path) for name, text in read_description(path).items()} | given
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
@@ -1171,11 +1171,11 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
                    for name in old if name not in may_differ and old[name] != new[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
-        seen = state["training_tokens"]
-        require(seen == loader.tokens, f"it read {seen} tokens, DATA_PATH has {loader.tokens}")
         step, time_ms = state["step"], state["time_ms"]
         require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
                 f"it is of step {step} and {time_ms} ms, not within ITERATIONS")
+        seen = state["training_tokens"]
+        require(seen == loader.tokens, f"it read {seen} tokens, DATA_PATH has {loader.tokens}")
         trainer.load_state_dict(state)
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
@@ -1405,7 +1405,7 @@ dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
 sdp_backends:{" ".join(f"{name}={c.attn in name}" for name in SDPA)}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
 tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
-matrix_lr:{rates["matrix"]} scalar_lr:{rates["scalar"]}
+matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
 train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}

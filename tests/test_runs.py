@@ -168,10 +168,13 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp
     scored, final = (events(tmp_path, name)[-1]["val_loss"] for name in ("score", "first"))
     assert scored == pytest.approx(final, abs=1e-6)
     assert events(tmp_path, "score")[0]["overrides"]["INIT_FROM"] == ["logs/first/final_model.int8.ptz", "argument"]
+    assert train_gpt.load_config([f"INIT_FROM={other}"], {})[0].init_from == f"{other}/final_model.int8.ptz"
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, SEED=2, RESUME="auto", ITERATIONS=6))
     assert events(tmp_path, other.name)[-1]["step"] == 6  # of the newest run, whose name was made up
-    for _ in range(2):  # in an OUT_DIR, a model may be replaced
-        run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="logs", RUN_ID="first", ITERATIONS=1))
+    with pytest.raises(SystemExit, match="it is of step 6 and .* ms, not within ITERATIONS"):
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, SEED=2, RESUME="auto", ITERATIONS=0))
+    for changes in ({}, dict(OPTIMIZER="adamw", CONTROL_TENSOR_NAME_PATTERNS="blocks")):  # in an OUT_DIR, a model may be replaced
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="logs", RUN_ID="first", ITERATIONS=1, **changes))
     contents = [path.read_bytes() for path in (tmp_path / "logs").glob("first.*.*")]  # logs are moved aside
     assert len(contents) == 4 and {first[Path("logs", f"first.{ending}")] for ending in ("txt", "jsonl")} < set(contents)
     assert train_gpt.load_config(list(tiny_arguments(data)), {})[0].init_from == ""  # logs/ has a model now
