@@ -18,8 +18,9 @@ from pathlib import Path
 from shards import REPOSITORY
 
 DATA = REPOSITORY / "data"
-CHALLENGE = "willdepueoai/parameter-golf"
-VOCAB_SIZES = {"sp1024": 1024, "sp4096": 4096, "sp8192": 8192, "byte260": 260, "gpt2": 50257}
+VARIANTS = {"sp1024": (1024, "willdepueoai/parameter-golf"),  # size of the vocabulary, repository
+            "sp4096": (4096, "kevclark/parameter-golf"), "sp8192": (8192, "kevclark/parameter-golf"),
+            "gpt2": (50257, "kjj0/fineweb10B-gpt2")}
 
 
 def place(file: Path, target: Path) -> None:
@@ -41,10 +42,9 @@ def place(file: Path, target: Path) -> None:
 def download(options) -> str:
     """Download what is missing; return the training command. Raises ValueError, and what huggingface_hub raises."""
     import huggingface_hub
-    variant, vocab_size = options.variant, VOCAB_SIZES[options.variant]
-    repository, folder = CHALLENGE, f"datasets/datasets/fineweb10B_{variant}/"
-    if variant == "gpt2":
-        repository, folder = "kjj0/fineweb10B-gpt2", ""
+    variant = options.variant
+    vocab_size, repository = VARIANTS[variant]
+    folder = "" if variant == "gpt2" else f"datasets/datasets/fineweb10B_{variant}/"
     published = sorted(huggingface_hub.list_repo_files(repository, repo_type="dataset"))
     val = [path for path in published if path.startswith(f"{folder}fineweb_val_")]
     train = [path for path in published if path.startswith(f"{folder}fineweb_train_")]
@@ -52,13 +52,13 @@ def download(options) -> str:
         raise ValueError(f"--train-shards {options.train_shards}: {repository} has {len(train)} training and {len(val)} "
                          f"validation shards of {variant}; 0 is for validation only")
     out = Path(options.out) if options.out else DATA / "datasets" / f"fineweb10B_{variant}"
-    targets = {path: out / Path(path).name for path in val + train[:options.train_shards]}
-    tokenizer = variant
-    if variant.startswith("sp"):
+    targets, tokenizer = {path: out / Path(path).name for path in val}, variant
+    if variant.startswith("sp"):  # before the training shards: run.sh counts those
         name = f"fineweb_{vocab_size}_bpe.model"
         model = (out if options.out else DATA / "tokenizers") / name
         targets[f"datasets/tokenizers/{name}"] = model
         tokenizer = os.path.relpath(model)  # artifacts keep relative paths
+    targets |= {path: out / Path(path).name for path in train[:options.train_shards]}
     snapshot = Path(huggingface_hub.snapshot_download(repository, repo_type="dataset", allow_patterns=list(targets)))
     for path, target in targets.items():
         place(snapshot / path, target)
@@ -69,7 +69,7 @@ def download(options) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", required=True, choices=VOCAB_SIZES)
+    parser.add_argument("--variant", required=True, choices=VARIANTS)
     parser.add_argument("--train-shards", type=int, default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
     parser.add_argument("--out", help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")

@@ -10,10 +10,11 @@ from conftest import run_script
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import download  # noqa: E402
 
-SHARDS = "datasets/datasets/fineweb10B_sp1024/fineweb_"
+CHALLENGE, SHARDS = "willdepueoai/parameter-golf", "datasets/datasets/fineweb10B_sp1024/fineweb_"
 MODEL = "datasets/tokenizers/fineweb_1024_bpe.model"
-FILES = {download.CHALLENGE: [*(f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", "train_000000", "train_000001",
+FILES = {CHALLENGE: [*(f"{SHARDS}{name}.bin" for name in ("val_000000", "val_000001", "train_000000", "train_000001",
                                                                    "train_000002")), MODEL, "datasets/manifest.json"],
+         "kevclark/parameter-golf": [name.replace("1024", "8192") for name in (f"{SHARDS}val_000000.bin", MODEL)],
          "kjj0/fineweb10B-gpt2": ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]}
 
 
@@ -51,9 +52,9 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(run, tm
     for count in (1, 2):
         names.append(f"train_{count - 1:06d}")
         out = run("--train-shards", count)
-        wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{download.CHALLENGE} {SHARDS}{name}.bin"
+        wanted = {f"datasets/fineweb10B_sp1024/fineweb_{name}.bin": f"{CHALLENGE} {SHARDS}{name}.bin"
                   for name in names}
-        wanted["tokenizers/fineweb_1024_bpe.model"] = f"{download.CHALLENGE} {MODEL}"
+        wanted["tokenizers/fineweb_1024_bpe.model"] = f"{CHALLENGE} {MODEL}"
         assert contents(data) == wanted
     folder, model = data / "datasets/fineweb10B_sp1024", data / "tokenizers/fineweb_1024_bpe.model"
     assert f" DATA_PATH={os.path.relpath(folder)} TOKENIZER_PATH={os.path.relpath(model)} VOCAB_SIZE=1024\n" in out
@@ -62,7 +63,9 @@ def test_files_are_where_the_trainer_looks_and_a_second_run_adds_to_them(run, tm
 
 
 def test_files_of_another_data_set_are_an_error_and_stay(run, tmp_path):
-    """train_gpt.py would mix them with this one. The variant gpt2 has a repository of its own."""
+    """train_gpt.py would mix them with this one. Other variants have repositories of their own."""
+    assert "fineweb_8192_bpe.model VOCAB_SIZE=8192\n" in run("--train-shards", 0, "--out", tmp_path / "larger", variant="sp8192")
+    assert all(text.startswith("kevclark/") for text in contents(tmp_path / "larger").values())
     out = tmp_path / "out"
     assert run("--train-shards", 1, "--out", out, variant="gpt2").endswith("=gpt2 VOCAB_SIZE=50257\n")
     before = contents(out)
