@@ -15,7 +15,7 @@ fi
 unset PYTHONPATH PYTHONSAFEPATH  # modules of others with the names of ours
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 # What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
-cpu=$( (grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
+cpu=$( (grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.venv/compiled/$cpu}
 
 fail() {
@@ -76,8 +76,8 @@ install requirements.txt
 given=" $* "
 arguments=()
 
-device=$(sed -n 's/.* DEVICE=\([a-z]*\) .*/\1/p' <<< "$given")
-device=${device:-${DEVICE:-$(sed -n 's/^DEVICE=//p' "${preset:-/dev/null}")}}
+device=$(sed -n 's/.* DEVICE=\([A-Za-z]*\) .*/\1/p' <<< "$given")
+device=$(tr A-Z a-z <<< "${device:-${DEVICE:-$(sed -n 's/^DEVICE=//p' "${preset:-/dev/null}")}}")
 gpus=0
 [ "$device" = cpu ] || gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus$device${CUDA_VISIBLE_DEVICES+hidden}" = 0 ] && timeout 20 nvidia-smi -L 2> /dev/null | grep -q '^GPU 0'; then
@@ -92,17 +92,19 @@ default() {  # NAME=value words, unless the environment or the command line has 
   done
 }
 
-vocabulary=${tokenizer//[a-z]/}  # its size
-fineweb=data/datasets/fineweb10B_sp$vocabulary
+fineweb=data/datasets/fineweb10B_$tokenizer
+model=data/tokenizers/fineweb_${tokenizer#sp}_bpe.model
 speeches=data/datasets/sotu_$tokenizer
 if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
-  if [ "$gpus" -gt 0 ] && [ "$(find "$fineweb" -name '*_train_*.bin' 2> /dev/null | wc -l)" -lt 10 ]; then
+  shards=$(find -L "$fineweb" -name '*_train_*.bin' 2> /dev/null | wc -l || true)
+  if [[ $gpus -gt 0 && ( $shards -lt 10 || ! -e $model ) && $tokenizer =~ ^sp(1024|4096|8192)$ ]]; then
     echo "fetching FineWeb's first ten shards, 2 GB"  # 12 MB of speeches would be read dozens of times
     .venv/bin/python -m pip install -q --disable-pip-version-check huggingface_hub || true
-    .venv/bin/python data/download.py --variant "sp$vocabulary" --train-shards 10
+    .venv/bin/python data/download.py --variant "$tokenizer" --train-shards 10
+    shards=10
   fi
-  if [ -e "$fineweb" ]; then
-    default "DATA_PATH=$fineweb" "TOKENIZER_PATH=data/tokenizers/fineweb_${vocabulary}_bpe.model"
+  if [[ $shards -gt 0 && -e $model ]]; then
+    default "DATA_PATH=$fineweb" "TOKENIZER_PATH=$model"
   else
     [ -e "$speeches/manifest.json" ] || .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches"
     default "DATA_PATH=$speeches"
@@ -121,7 +123,7 @@ if [[ $PWD == *" "* ]]; then  # PyTorch does not quote its paths for the compile
   echo "The path of this folder has a space, with which PyTorch cannot compile: training is slower."
 fi
 # A name of this run, by which the model is found below; a run that is resumed has one.
-[ -n "${RESUME-}" ] || [[ $given == *" RESUME="* ]] || default "RUN_ID=$(date +%Y%m%d-%H%M%S)"
+[ -n "${RESUME-}" ] || [[ $given == *" RESUME="* ]] || default "RUN_ID=$(date +%Y%m%d-%H%M%S)-$$"
 command=(.venv/bin/python train_gpt.py)
 if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not resolve
   command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)

@@ -14,8 +14,10 @@ import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
 
 READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/lab/speed.md",
+           "records/lab/ablations.md", "records/presets/README.md",
            *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "records").glob("track_*/README.md"))))
-COMMAND = re.compile(r"(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*((?:data|logs|records|records/lab)/\w+\.py|train_gpt\.py)(.*)")
+COMMAND = re.compile(r"(?:(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*|\./)"
+                     r"((?:data|logs|records|records/lab)/\w+\.py|train_gpt\.py|run\.sh)(.*)")
 VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
 
 
@@ -40,7 +42,7 @@ def test_the_commands_in_the_readmes_name_scripts_options_and_variables_that_exi
     for script, arguments in found:
         assert (REPOSITORY / script).is_file(), script
         for option in re.findall(r"(?<= )--[\w-]+", arguments):
-            assert script == "train_gpt.py" or option in help_of(script), (script, option)
+            assert script in ("train_gpt.py", "run.sh") or option in help_of(script), (script, option)
         for variable in re.findall(r"(?<= )([A-Z][A-Z0-9_]+)=", arguments):
             assert variable in VARIABLES, (script, variable)
     assert found or readme.startswith("records/track_")
@@ -123,7 +125,7 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
     result = shell(checkout, "run.sh", *tiny_arguments(data, ITERATIONS="3", TOKENIZER_PATH=str(tokenizer), OUT_DIR="größe"))
     assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
     assert "final_int8_zlib_roundtrip_exact" in result.stdout and "\n3 steps in " in result.stdout
-    run_id = re.search(r"log       logs/(\S+)\.jsonl; ", result.stdout)[1]
+    run_id = re.search(r"log       logs/(\d{8}-\d{6}-\d+)\.jsonl; ", result.stdout)[1]
     assert f"next      .venv/bin/python logs/sample.py {run_id} --interactive" in result.stdout
     assert "A sample of what it writes" in result.stdout and "model     größe/final_model.int8.ptz" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
@@ -135,7 +137,8 @@ def test_run_sh_on_gpus_fetches_fineweb_or_ends_with_the_download(checkout, stat
     shards = "data/datasets/fineweb10B_sp1024"
     stand_in(checkout, "python", f"""case "$*" in
 *device_count*) echo 2 ;;
-*download.py*) mkdir -p {shards}; touch {shards}/fineweb_train_000000.bin; exit {status} ;;
+*download.py*) mkdir -p {shards} data/tokenizers
+  touch data/tokenizers/fineweb_1024_bpe.model {shards}/fineweb_train_000000.bin; exit {status} ;;
 *torch.distributed.run*) mkdir -p logs; touch logs/x.txt; echo "torchrun $*" ;;
 esac""")
     for _ in range(2):  # one shard is not all
@@ -145,6 +148,13 @@ esac""")
     assert len(started) == (status == 0)
     for line in started:
         assert "--nproc_per_node=2 train_gpt.py" in line and f"DATA_PATH={shards} " in line and line.endswith("SEED=7")
+    (checkout / shards).rename(checkout / "disk")
+    (checkout / shards).symlink_to(checkout / "disk")
+    for number in range(10):
+        (checkout / "disk" / f"fineweb_train_{number:06d}.bin").touch()
+    for has_model in (True, False):
+        assert ("fetching FineWeb" not in shell(checkout, "run.sh").stdout) == has_model
+        (checkout / "data" / "tokenizers" / "fineweb_1024_bpe.model").unlink()
 
 
 def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
@@ -178,6 +188,8 @@ esac""")
     assert {"DATA_PATH=data/datasets/sotu_caseops2048", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"} <= set(command)
     assert "torch.distributed.run" not in command  # the machine has two GPUs, but this preset is for CPUs
     assert "MAX_WALLCLOCK_SECONDS" not in names  # not the quick start's 120
+    result = shell(checkout, "run.sh", "--preset", "cpu_1mb", "DEVICE=auto")
+    assert "torch.distributed.run" in result.stdout and "DATA_PATH=data/datasets/sotu_caseops2048 " in result.stdout
 
 
 def test_run_sh_does_not_train_on_the_cpu_of_a_machine_whose_gpus_pytorch_cannot_use(checkout):
@@ -185,7 +197,7 @@ def test_run_sh_does_not_train_on_the_cpu_of_a_machine_whose_gpus_pytorch_cannot
     stand_in(checkout, "python", "echo 0")
     result = shell(checkout, "-c", "unset CUDA_VISIBLE_DEVICES; PATH=$PWD/.venv/bin:$PATH ./run.sh")
     assert result.returncode == 1 and "run.sh: PyTorch cannot use this machine's GPUs: install a build" in result.stderr
-    for wish in ("DEVICE=cpu ./run.sh", "./run.sh DEVICE=cpu", "CUDA_VISIBLE_DEVICES= ./run.sh"):
+    for wish in ("DEVICE=cpu ./run.sh", "./run.sh DEVICE=CPU", "CUDA_VISIBLE_DEVICES= ./run.sh"):
         result = shell(checkout, "-c", f"export PATH=$PWD/.venv/bin:$PATH; {wish}")
         assert "PyTorch cannot use" not in result.stderr, wish
 
@@ -260,6 +272,8 @@ def test_a_short_ladder(checkout, monkeypatch):
     make_shards(checkout / "data")
     extra = ["DATA_PATH=data/tiny", "TOKENIZER_PATH=byte260", "VOCAB_SIZE=260", "ITERATIONS=14", "MODEL_DIM=32",
              "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu"]
+    (checkout / "logs" / "ladder_rung01").mkdir()
+    (checkout / "logs" / "ladder_rung01" / train_gpt.MODEL_FILE).touch()  # of an earlier climb
     ladder.climb(checkout / "out", "small", extra)
     text = (checkout / "out" / "README.md").read_text()
     assert text == ladder.report(checkout / "out") and all(f"| {rung[0]} |" in text for rung in rungs)
