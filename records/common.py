@@ -98,6 +98,7 @@ def measure_rate(start: dict) -> str:
     of a time limit depend on it."""
     import torch
     config = start["config"]
+    torch.set_num_threads(start["threads"] * start["world_size"])
     dtype, width = getattr(torch, config["DTYPE"]), config["MODEL_DIM"]
     a, b = (torch.ones(shape, dtype=dtype, device=config["DEVICE"]) for shape in ((4096, width), (width, 4 * width)))
     fastest = float("inf")

@@ -69,6 +69,7 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
         if ranks > 1:
             environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
         command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
+        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # a model of an earlier climb would stop the run
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
             if number == 1:

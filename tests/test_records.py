@@ -133,8 +133,8 @@ FORGERIES = {
     "no script": (lambda f: (f / "train_gpt.py").unlink(), "train_gpt.py is missing"),
     "a final score in the .jsonl": (lambda f: change(f, "final", val_bpb=1.0), "is not val_loss . tokens"),
     "a seed with other ranks and data": (
-        lambda f: change(f, "config", world_size=8, data_sha256={"tiny_train_000000.bin": "0"}),
-        "seed 2 differs in world_size, data_sha256 from seed 1"),
+        lambda f: change(f, "config", world_size=8, data_sha256={"tiny_train_000000.bin": "0"}, gpu="T4"),
+        "seed 2 differs in world_size, data_sha256, gpu from seed 1"),
     "an evaluation without time": (lambda f: change(f, "final", eval_time_ms=-5.0), "-0.0 s of evaluation, but"),
     "twice the bytes of text": (lambda f: pin(f, **{"32": {"val_tokens": 2976, "val_bytes": 1488}}),
                                 "are not those of the division 'tiny'"),
@@ -157,7 +157,7 @@ FORGERIES = {
     "a part of the validation text": (lambda f: edit(f / "train_seed2.jsonl", '"VAL_TOKENS": 0', '"VAL_TOKENS": 2976'),
                                       "VAL_TOKENS scores a part of the validation text"),
     "too large": (lambda f: track(f, max_bytes=90_000), "bytes is .*, more than 90000"),
-    "too long": (lambda f: change(f, "val", train_time_ms=900e3), "900.0 s of training pass the cap by more than"),
+    "too long": (lambda f: change(f, "val", train_time_ms=700e3), "700.0 s of training pass the cap by more than"),
     "too high a cap": (lambda f: track(f, max_train_seconds=599), "MAX_WALLCLOCK_SECONDS=600 must be more than 0 and at most"),
     "sparse training steps": (lambda f: change(f, "train", event="other"), r"training steps .4. are not in the log"),
     "another machine": (lambda f: track(f, machine="Z9"), "nvidia-smi's output has no Z9"),
@@ -203,7 +203,7 @@ HIDING = {  # what check_script says: scripts, each of one statement after the i
         "exec(text)", "eval('1')", "run = eval", "compile('1', '', 'eval')", "__import__('helper')", "import importlib.util",
         "from importlib import util", "import pickle", "torch.load(path, weights_only=False)", "os.system('ls')",
         "os.execv('ls', [])", "from os import system", "import os as o", "torch.hub.load('a', 'b')", "from torch import hub",
-        "from torch.utils.cpp_extension import load", "import subprocess as s", "import ctypes as c"],
+        "f(x, allow_pickle=True)", "from torch.utils.cpp_extension import load", "import subprocess as s", "import ctypes as c"],
     "ctypes for more than mallopt": [
         "ctypes.CDLL('./x.so')", "ctypes.CDLL(None).system(b'ls')", "start = ctypes.CDLL(None).mallopt", "import ctypes.util",
         "ctypes.CDLL(None).mallopt(-4, ctypes.CDLL(x))", "torch.ctypes.CDLL('./x.so')", "from ctypes import CDLL",
@@ -212,6 +212,7 @@ HIDING = {  # what check_script says: scripts, each of one statement after the i
         "subprocess.run(['curl', 'x'])", "subprocess.run(program)", "start = subprocess.run", "from subprocess import run",
         "subprocess.getoutput('nvidia-smi; curl x')", "subprocess.getoutput('timeout 30 curl x')",
         "subprocess.getoutput('nvidia-smi' + more)", "subprocess.run(['nvidia-smi'], env=[start := subprocess])",
+        "subprocess.Popen(['nvidia-smi', '-c', x], -1, 'python')", "subprocess.run(['scontrol', '-c'], executable='python')",
         "start = subprocess.run(['nvidia-smi']).stdout.join(x)\nstart = subprocess.run"],
     "code that is not counted": ["from . import helper", "import requests"],
     "is not Python": ["import"],
@@ -406,7 +407,7 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, more, reason):
 
 
 @pytest.mark.parametrize("more, there", [
-    (["--track", "track_none"], "'track_tiny'"), (["--base", "track_tiny/2020-01-01_No"], "_Control'")])
+    (["--track", "track_none"], "track_tiny"), (["--base", "track_tiny/2020-01-01_No"], "_Control")])
 def test_a_wrong_track_or_base_is_answered_by_those_that_there_are(root, monkeypatch, capsys, more, there):
     assert run_make(monkeypatch, "--track", "track_tiny", "--name", "New", *more) == 2
     error = capsys.readouterr().err

@@ -9,8 +9,7 @@
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07 that has the configuration's variables. Each side has its own compiler cache, which is empty at the
 first start. Words of --with that are no variables of train_gpt.py go to the environment. --profile DIR writes
-NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev, and on CUDA
-NAME.memory.pickle, each allocation and where it was made, for https://docs.pytorch.org/memory_viz.
+NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev.
 """
 
 import argparse
@@ -122,7 +121,7 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict
 
 def profile_worker(skip: int, output: str) -> None:
     """Run train_gpt.py with the arguments of this process. Rank 0 profiles three steps after the first `skip` and writes
-    OUTPUT.trace.json.gz, the slowest kernels to OUTPUT.txt and, on CUDA, OUTPUT.memory.pickle."""
+    OUTPUT.trace.json.gz, and the slowest kernels to OUTPUT.txt."""
     plain_step = train_gpt.Trainer.train_step
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
@@ -131,16 +130,12 @@ def profile_worker(skip: int, output: str) -> None:
     def train_step(trainer, batches):
         step, is_main = trainer.clock.step, trainer.ranks.rank == 0
         if step == skip and is_main:
-            if on_gpu:
-                torch.cuda.memory._record_memory_history()
             profiler.start()
         result = plain_step(trainer, batches)
         if step == skip + 2 and is_main:
             trainer.ranks.now_ms()  # the device has ended, too
             profiler.stop()
             profiler.export_chrome_trace(f"{output}.trace.json.gz")
-            if on_gpu:
-                torch.cuda.memory._dump_snapshot(f"{output}.memory.pickle")
             order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
             text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
             Path(f"{output}.txt").write_text(text, encoding="utf-8")
@@ -221,7 +216,7 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
         for i, (_, script, its, environment) in enumerate(sides):
             command = [*launcher(options.ranks), str(script), *words_of(its)]
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
-    print(f"{int(variables['ITERATIONS']) - skip} steps are timed; {measure_rate(measured[0][1][0]['start'])}\n")
+    print(f"{int(variables['ITERATIONS']) - skip} steps are timed; {measure_rate(measured[-1][1][0]['start'])}\n")
     print(median_table(name, measured), flush=True)
     if options.profile:
         cache = folder / f"cache{int(bool(options.against))}"  # compiled before
