@@ -159,7 +159,7 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
         label, = groups
         memory = max(event.get("mem_mib") or 0 for run in groups[label] for event in run.events)
         axes.set_title(label + f"; peak memory {memory:,} MiB" * (memory > 0), fontsize=10)
-        axes.legend(handles, ["training", "validation"], loc="upper right")
+        axes.legend(handles, ["validation" if h.get_marker() == "o" else "training" for h in handles], loc="upper right")
     else:
         by_label = dict(zip(labels, handles))
         picture.legend(by_label.values(), by_label.keys(), loc="outside upper center",

@@ -61,7 +61,7 @@ def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
 def find_tokenizer(model: train_gpt.GPT, path: Path, spec: str | None = None) -> Tokenizer:
     """Load the tokenizer `spec`, or the one that the artifact, or else the log of its run, names. `path` is the artifact's.
     Raises ValueError if it is not the model's."""
-    log = path.resolve().parent.with_suffix(".jsonl")
+    log = Path(f"{path.resolve().parent}.jsonl")  # a RUN_ID may have dots
     if not spec:
         spec = model.config.tokenizer_path
         if log.is_file() and not Path(spec).is_file():  # an artifact does not keep an absolute path

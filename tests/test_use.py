@@ -93,6 +93,9 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
     with pytest.raises(ValueError, match="is the model of a later run with the same OUT_DIR, not of new"):
         sample.find_model("new")
+    (tmp_path / "logs" / "wd0.05.jsonl").write_text(log)
+    model = train_gpt.GPT(tiny_config(tokenizer_path="/gone/tokenizer.model"))  # its name alone is in an artifact
+    assert sample.find_tokenizer(model, tmp_path / "logs" / "wd0.05" / "final_model.pt").vocab_size == 260
 
 
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
@@ -104,7 +107,8 @@ def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(dtype="bfloat16", embed_float32=True), dict(tie_embeddings=False, vocab_pad=64, **SWITCHES)])
+    dict(dtype="bfloat16", embed_float32=True),
+    dict(tie_embeddings=False, vocab_pad=64, logit_softcap=5.0, rope_base=100.0, **SWITCHES)])
 def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     """With the frequencies as bfloat16 rounds them and the table as the file has it; padded and untied tables, too."""
     model = trained_like(tiny_config(train_seq_len=512, **changes))
@@ -115,7 +119,8 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     assert {p.dtype for p in loaded.parameters()} == {loaded.compute_dtype} == {torch.float32}
     tokens = torch.randint(0, 260, (1, 512))
     wanted = model.logits(model.hidden(tokens)).float()
-    assert (loaded.logits(loaded.hidden(tokens)) - wanted).norm() < 0.03 * wanted.norm()
+    tolerance = 0.03 if changes.get("dtype") == "bfloat16" else 0
+    assert (loaded.logits(loaded.hidden(tokens)) - wanted).norm() <= tolerance * wanted.norm()
 
 
 @pytest.mark.parametrize("changes, wanted", [
