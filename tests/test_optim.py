@@ -32,10 +32,10 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
     torch.manual_seed(0)
     starts = [torch.randn(shape) for shape in [(16, 48)] * 3 + [(48, 16)] * 2]
     ours, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
-    config = tiny_config(muon_row_norm=row_norm)
+    config = tiny_config(muon_row_norm=row_norm, muon_backend_steps=4)
     muon = train_gpt.Muon([{"params": ours, "lr": 0.02, "weight_decay": decay}], config, one_process())
     muon.param_groups[0]["momentum"] = momentum
-    reference = torch.optim.Muon(theirs, lr=0.02, momentum=momentum, weight_decay=decay, adjust_lr_fn="original")
+    reference = torch.optim.Muon(theirs, lr=0.02, momentum=momentum, weight_decay=decay, ns_steps=4, adjust_lr_fn="original")
     for _ in range(4):
         for p, wanted in zip(ours, theirs):
             p.grad = torch.randn(p.shape) * torch.logspace(-1, 1, len(p))[:, None]
@@ -51,7 +51,7 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
     (dict(tie_embeddings=False), {"tok_emb.weight": 0.6, "lm_head.weight": 0.008}),
     (dict(tie_embeddings=False, optimizer="adamw", adam_lr=0.02), {})])
 def test_each_parameter_is_in_one_group_and_vectors_do_not_decay(changes, rates):
-    trainer = make_trainer(weight_decay=0.1, **changes)
+    trainer = make_trainer(weight_decay=0.1, matrix_lr=0.04, **changes)
     groups = [(type(optimizer), group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     found = {id(p): (kind, group["lr"], group["weight_decay"]) for kind, group in groups for p in group["params"]}
     assert sum(len(group["params"]) for _, group in groups) == len(found)
@@ -59,7 +59,7 @@ def test_each_parameter_is_in_one_group_and_vectors_do_not_decay(changes, rates)
         is_vector = p.ndim == 1 or "resid_mix" in name or name == "skip_weights"
         has_muon = "optimizer" not in changes and name.startswith("blocks.") and not is_vector
         kind = train_gpt.Muon if has_muon else torch.optim.AdamW
-        assert found.pop(id(p)) == (kind, rates.get(name, 0.02), 0.0 if is_vector else 0.1), name
+        assert found.pop(id(p)) == (kind, rates.get(name, 0.04 if has_muon else 0.02), 0.0 if is_vector else 0.1), name
     assert not found
 
 
