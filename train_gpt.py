@@ -1212,7 +1212,6 @@ def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
         if clock.stop_signal:
             break
     gc.collect()
-    gc.disable()  # a collection in the middle of a step would hold up all ranks
     trainer.load_state_dict(read_archive(before))
 
 def show(score: dict, digits: int = 8) -> str:
@@ -1448,6 +1447,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
                   f"from {checkpoint['path']}", step=clock.step, train_time_ms=clock.time_ms,
                   file=checkpoint["path"])
     del checkpoint
+    gc.disable()  # it slows compiling, and one rank's collection would hold up the others
     if config.iterations and config.compile != "0":  # before the first step, of all ranks
         log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
         for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
