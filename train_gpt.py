@@ -1070,7 +1070,8 @@ class Clock:
         if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
             os._exit(128 + number)  # sys.exit would wait for other ranks
         if not self.signals and self.ranks.rank == 0:
-            os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
         self.signals.append((number, now))
 
 class Trainer:

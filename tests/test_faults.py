@@ -284,6 +284,20 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_
     first = next(i for i, line in enumerate(lines) if line.startswith("step:0/"))
     random = np.random.default_rng(1)
     for _ in range(3):
+def test_a_signal_is_heard_where_the_terminal_is_closed(capfd):
+    """As that of `2>&1 | tee`, which a Ctrl-C ends first."""
+    clock, ends, kept = train_gpt.Clock(tiny_config(), one_process()), os.pipe(), os.dup(2)
+    os.dup2(ends[1], 2)
+    os.close(ends[0])
+    os.close(ends[1])
+    try:
+        clock.on_signal(signal.SIGHUP, None)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    assert [number for number, _ in clock.signals] == [signal.SIGHUP]
+
+
         process = subprocess.Popen([*command, "OUT_DIR=killed"], **options)
         left = first + int(random.integers((len(lines) - first) // 3))
         while left and process.stdout.readline():
