@@ -159,7 +159,7 @@ class Config:
     ema_decay: float = var(0.0, "decay of the average that the run ends with; 0: off", high=1)
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints and export
-    checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: never")
+    checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: if stopped")
     keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
     resume: str = free("", "checkpoint to continue; auto: the newest readable one")
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
@@ -1147,13 +1147,13 @@ def list_checkpoints(config: Config) -> list[Path]:
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # 1: a hash
     place = Path(config.out_dir or "logs")
     files = place.glob("checkpoints/*.pt" if config.out_dir else "*/checkpoints/*.pt")
-    found = [path for path in files if re.fullmatch(pattern, path.name)]
+    found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 def find_checkpoint(config: Config) -> dict | None:
     """The checkpoint RESUME; "auto": the newest readable one, or None. Raises ValueError."""
-    auto = config.resume == "auto"
-    for path in list_checkpoints(config) if auto else [config.resume]:
+    paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
+    for path in paths:
         try:
             state = read_archive(Path(path).read_bytes())
             require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
@@ -1161,6 +1161,7 @@ def find_checkpoint(config: Config) -> dict | None:
         except Exception as error:  # hostile or damaged files fail in many ways
             require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
+    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; it is auto or a file")
     return None
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:

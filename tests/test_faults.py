@@ -126,9 +126,15 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     assert f"warning: checkpoint {six.relative_to(checkpointed)} cannot be used" in out
     assert next(e for e in log if e["event"] == "resume")["step"] == 3 and artifacts(checkpointed) == artifacts(whole)
     for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is of another version"}.items():
-        with pytest.raises(SystemExit, match=f"checkpoint {name} cannot be used: .*{reason}.*; RESUME is auto or a file"):
+        with pytest.raises(SystemExit, match=f"RESUME={name}: no checkpoint can be used; it is auto or a file"):
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
 
+        assert re.search(f"warning: checkpoint {name} cannot be used: .*{reason}", capsys.readouterr().err)
+    for path in (three, six, nine):
+        path.write_bytes(b"PK")  # to start anew would delete them
+    with pytest.raises(SystemExit, match="RESUME=auto: no checkpoint can be used"):
+        tiny_run(monkeypatch, checkpointed, data, RESUME="auto", CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=1)
+    assert checkpoints(checkpointed) == [three, six, nine]
 
 def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, data):
     """Another run's name may begin like this one's or match it as a pattern; another file's time may lie ahead."""
