@@ -1132,7 +1132,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict) -> None:
         """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(dict(state["model"]))  # a plain dict, without metadata
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])

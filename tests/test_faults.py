@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -202,6 +203,16 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
         torch.save({**state, **changes}, path)
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
+
+
+def test_a_checkpoint_cannot_replace_the_tensors_that_the_optimizers_hold(whole, tmp_path, monkeypatch, data):
+    state = read_checkpoint(checkpoints(whole)[0])
+    state["model"] = OrderedDict(state["model"])
+    assigns = {"assign_to_params_buffers": True}  # as load_state_dict(assign=True)
+    state["model"]._metadata = OrderedDict((name.rpartition(".")[0], assigns) for name in ["", *state["model"]])
+    torch.save(state, tmp_path / "run_00000003.pt")
+    tiny_run(monkeypatch, tmp_path / "resumed", data, RESUME=tmp_path / "run_00000003.pt")
+    assert artifacts(tmp_path / "resumed") == artifacts(whole)
 
 
 def test_the_clock_goes_on_and_the_export_can_be_done_again(whole, tmp_path, monkeypatch, data):
