@@ -451,13 +451,14 @@ class TokenLoader:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
-        start %= self.tokens
-        index = int(np.searchsorted(self.ends, start, side="right"))
-        path, tokens = self.shards[index]
-        part = tokens[start - int(self.ends[index]):][:count]
-        check_ids(part, self.config.vocab_size, path)
-        left = count - len(part)
-        return np.append(part, self.read(start + len(part), left)) if left else part
+        parts, end = [], start + count
+        while start < end:
+            place = start % self.tokens
+            index = int(np.searchsorted(self.ends, place, side="right"))
+            path, tokens = self.shards[index]
+            parts.append(tokens[place - int(self.ends[index]):][:end - start])
+            start += len(check_ids(parts[-1], self.config.vocab_size, path))
+        return np.concatenate(parts)
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step, from 0: inputs and targets (B, T), int64."""

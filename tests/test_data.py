@@ -108,6 +108,13 @@ def test_the_shuffled_stream_is_the_same_for_any_number_of_ranks(tmp_path):
     assert all(len(step) == 32 for step in found[0]) and all(steps == found[0] for steps in found)
 
 
+def test_a_text_that_is_far_shorter_than_a_span_is_read_again_and_again(tmp_path):
+    config, tokens = stream_config(tmp_path, [30, 10], train_batch_tokens=1 << 16, grad_accum_steps=1)
+    loader, = loaders(config, 1)
+    inputs, targets = whole_batch(loader, 0)
+    assert np.array_equal(np.append(inputs.flatten(), targets[-1, -1]), np.resize(tokens, (1 << 16) + 1))
+
+
 def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
     config, tokens = stream_config(tmp_path, [3000, 3000])
     write_shard(tmp_path / "s_train_000001.bin", [*tokens[:2999], 65535])
