@@ -105,7 +105,7 @@ class Config:
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "most tokens scored in GRAD_ACCUM_STEPS passes")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
-    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN")
+    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN", high=1e6)
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
     train_log_every: int = free(200, "log every N steps, and the first ten")
     # Model
@@ -131,7 +131,7 @@ class Config:
     num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
     loop_start: int = kept(0, "first repeated block, counted from 0")
     loop_end: int = kept(0, "last repeated block, counted from 0")
-    loop_at: float = free(0.35, "fraction of the run before NUM_LOOPS acts", high=1)
+    loop_at: float = free(0.35, "fraction of the run before NUM_LOOPS acts", high=0.99)
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -149,7 +149,7 @@ class Config:
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
-    adam_eps: float = var(1e-8, "Adam's epsilon")
+    adam_eps: float = var(1e-8, "Adam's epsilon", low=1e-30)
     fused: bool = var(True, "run Adam in one kernel (never on MPS)")
     weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
     lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
@@ -235,7 +235,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
             (from_files if is_file else given)[name] = (os.path.expanduser(value), origin)
     given = from_files | given
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
-    with suppress(OSError, ValueError, LookupError, TypeError):  # Validation names the damage
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # see Validation
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
         path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
         given = {"TOKENIZER_PATH": (path, "manifest"),
@@ -307,8 +307,7 @@ class Ranks:
 def find_ranks() -> list[int]:
     """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
     env = os.environ
-    launchers = [line.split() for line in LAUNCHERS.splitlines()]
-    names = next((names for names in launchers if env.keys() >= set(names)), None)
+    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if env.keys() >= set(n)), None)
     if names is None:
         require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of "
                 "torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
@@ -333,6 +332,7 @@ def start_ranks(config: Config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
         local_rank %= torch.cuda.device_count()
+    require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
@@ -521,8 +521,8 @@ class Validation:
             splits = (json.loads(source.read_bytes()) if source.exists() else {}).get("splits", {})
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = [entry for split in splits.values() for entry in split.get("shards", [])]
-            self.data_sha256 = {entry["file"]: entry.get("sha256") for entry in entries}
-        except (ValueError, AttributeError, LookupError, TypeError) as error:
+            self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = {name for name in self.data_sha256 if name in names or config.iterations}
@@ -542,7 +542,7 @@ class Validation:
         self.count = min(rows, wanted_rows) * config.train_seq_len  # targets
         self.tokens = tokens[:self.count + 1]
         self.bytes = int(target_bytes[:self.count].sum(dtype=np.int64))
-        self.label = f" partial:{config.val_tokens}" if config.val_tokens else ""
+        self.label = f" partial:{config.val_tokens}" if wanted_rows < rows else ""
 
     def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
         """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a
@@ -712,7 +712,7 @@ class GPT(nn.Module):
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
         ones = torch.ones(half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # else unused
+        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # 1: unused
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -1160,7 +1160,6 @@ def find_checkpoint(config: Config) -> dict | None:
             require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
-            require(auto, f"checkpoint {path} cannot be used: {error}; RESUME is auto or a file")
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     require(not paths, f"RESUME={config.resume}: no checkpoint can be used; it is auto or a file")
     return None
@@ -1303,8 +1302,7 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
                 write_whole(Path(config.out_dir, "final_model.pt"), floats)
             except OSError as error:  # a full disk may still hold the artifact
                 log.line(f"warning: {error}")
-    steps = range(clock.step, clock.step + config.gptq_batches)
-    batches = [loader.batches(step) for step in steps]
+    batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
     grams = calibrate(trainer.model, batches, ranks) if batches else None
     validate(trainer, validation, log)
     if clock.step < config.iterations:
@@ -1327,9 +1325,8 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
         if 0 < config.size_cap < len(data) + code_bytes:
             log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
         load_weights(trainer.model, path)
-    if ranks.world_size > 1:
-        for p in trainer.model.parameters():  # the other ranks may not see the file
-            dist.broadcast(p.data, 0)
+    for p in trainer.model.parameters() if ranks.world_size > 1 else ():
+        dist.broadcast(p.data, 0)  # the other ranks may not see the file
     clock.agree()
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
@@ -1488,7 +1485,7 @@ def main() -> int:
     try:
         config, overrides = load_config(sys.argv[1:], dict(os.environ))
         status = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError) as error:
         print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
         print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)

@@ -133,7 +133,7 @@ def test_a_wrong_byte_count_is_an_error(corpus, tmp_path, monkeypatch):
             check(out)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"splits": {"val": {"shards": [{}]}}}'])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"splits": {"val": {"shards": [{}]}}}'])
 def test_a_damaged_manifest_is_an_error(tmp_path, text):
     write_shard(tmp_path / "x_val_000000.bin", [1] * 40)
     (tmp_path / "manifest.json").write_text(text)

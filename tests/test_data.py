@@ -138,7 +138,7 @@ def test_validation_is_cut_to_whole_rows(tmp_path):
     config = tiny_config(data_path=str(tmp_path), val_tokens=5000)  # there are fewer
     validation = train_gpt.Validation(config, one_process())
     assert (validation.tokenizer_kind, len(validation.tokens), validation.bytes) == ("byte", 65, 63)  # a target is BOS
-    assert validation.data_sha256 == {}  # there is no manifest
+    assert validation.data_sha256 == {} and validation.label == ""  # there is no manifest, and all is scored
 
 
 def test_a_mac_scores_on_the_path_of_training(tmp_path):

@@ -129,13 +129,13 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is of another version"}.items():
         with pytest.raises(SystemExit, match=f"RESUME={name}: no checkpoint can be used; it is auto or a file"):
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
-
         assert re.search(f"warning: checkpoint {name} cannot be used: .*{reason}", capsys.readouterr().err)
     for path in (three, six, nine):
         path.write_bytes(b"PK")  # to start anew would delete them
     with pytest.raises(SystemExit, match="RESUME=auto: no checkpoint can be used"):
         tiny_run(monkeypatch, checkpointed, data, RESUME="auto", CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=1)
     assert checkpoints(checkpointed) == [three, six, nine]
+
 
 def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, data):
     """Another run's name may begin like this one's or match it as a pattern; another file's time may lie ahead."""
@@ -284,6 +284,20 @@ def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch, capfd):
     assert capfd.readouterr().err.count("stopping after this step or score") == 1
 
 
+def test_a_signal_is_heard_where_the_terminal_is_closed(capfd):
+    """As that of `2>&1 | tee`, which a Ctrl-C ends first."""
+    clock, ends, kept = train_gpt.Clock(tiny_config(), one_process()), os.pipe(), os.dup(2)
+    os.dup2(ends[1], 2)
+    os.close(ends[0])
+    os.close(ends[1])
+    try:
+        clock.on_signal(signal.SIGHUP, None)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    assert [number for number, _ in clock.signals] == [signal.SIGHUP]
+
+
 def test_ctrl_c_before_the_training_is_one_sentence(tmp_path, monkeypatch, data):
     at_calls(monkeypatch, train_gpt.Validation, "__init__", {1}, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit, match="^train_gpt.py: stopped$"):
@@ -301,20 +315,6 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_
     first = next(i for i, line in enumerate(lines) if line.startswith("step:0/"))
     random = np.random.default_rng(1)
     for _ in range(3):
-def test_a_signal_is_heard_where_the_terminal_is_closed(capfd):
-    """As that of `2>&1 | tee`, which a Ctrl-C ends first."""
-    clock, ends, kept = train_gpt.Clock(tiny_config(), one_process()), os.pipe(), os.dup(2)
-    os.dup2(ends[1], 2)
-    os.close(ends[0])
-    os.close(ends[1])
-    try:
-        clock.on_signal(signal.SIGHUP, None)
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-    assert [number for number, _ in clock.signals] == [signal.SIGHUP]
-
-
         process = subprocess.Popen([*command, "OUT_DIR=killed"], **options)
         left = first + int(random.integers((len(lines) - first) // 3))
         while left and process.stdout.readline():
@@ -404,6 +404,9 @@ def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(tmp_path, monk
     monkeypatch.setattr(train_gpt, "train", train)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with pytest.raises(SystemExit, match="Tried to allocate 2.00 GiB.\nTry a lower MICRO_BATCH_TOKENS"):
+        tiny_run(monkeypatch, tmp_path, data)
+    error = torch.distributed.DistNetworkError("port 29500 is in use")
+    with pytest.raises(SystemExit, match="^train_gpt.py: port 29500 is in use$"):
         tiny_run(monkeypatch, tmp_path, data)
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="^a bug$"):

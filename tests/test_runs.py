@@ -106,6 +106,14 @@ def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
     assert chosen == [3]
 
 
+def test_more_ranks_than_gpus_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="more ranks than GPUs here"):
+        train_gpt.start_ranks(tiny_config(device="auto"))
+
+
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
