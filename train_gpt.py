@@ -712,7 +712,7 @@ class GPT(nn.Module):
         self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
         ones = torch.ones(half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # 1: unused
+        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # else unused
         self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -1161,7 +1161,7 @@ def find_checkpoint(config: Config) -> dict | None:
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
-    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; it is auto or a file")
+    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; set a new RUN_ID")
     return None
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
@@ -1483,9 +1483,9 @@ def main() -> int:
         return 0
     status = 1
     try:
-        config, overrides = load_config(sys.argv[1:], dict(os.environ))
-        status = run(config, overrides, Path(__file__).read_text(encoding="utf-8"))
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError) as error:
+        status = run(*load_config(sys.argv[1:], {**os.environ}), Path(__file__).read_text("utf-8"))
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt,
+            dist.DistNetworkError) as error:
         print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
         print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
