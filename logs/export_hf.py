@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -74,6 +75,8 @@ def main() -> None:
     try:
         path = find_model(options.model)
         model = load(path, options.settings)
+        if missing := [package for package in ("safetensors", "transformers") if not find_spec(package)]:
+            raise ValueError(f"{' and '.join(missing)} must be installed: pip install safetensors 'transformers>=5'")
         write_folder(model, find_tokenizer(model, path, options.tokenizer), options.folder)
         difference = compare(model, options.folder)
     except (ValueError, OSError) as error:
