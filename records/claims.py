@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rules import Findings, earlier_records, load_track, other_seeds, place_of, 
 
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
-AUTHORED = ("name", "author", "date", "submitted", "track", "division", "blurb", "base", "hardware", "command")
+AUTHORED = ("name", "author", "date", "submitted", "track", "division", "blurb", "base", "hardware")
 OF_SEEDS = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds",
             "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total")
 GAP_NATS = 0.3  # honest records of a division differ by up to 0.2; one trained on validation text was 0.5 below
@@ -34,6 +35,8 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     best = next((other for other in earlier_records(folder, authored) if other["kind"] == kind), None)
     against = compare_scores(track, seeds, list(best["seed_results"].values())) if best else None
     first = seeds[0]
+    ranks = first["world_size"]
+    program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
@@ -44,6 +47,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "script_sha256": first["code_sha256"], "parameters": first["parameters"],
         "seeds": [seed["seed"] for seed in seeds],
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
+        "command": shlex.join([*program, "train_gpt.py", *(f"{name}={value}" for name, value in first["overrides"].items())]),
         "settings": first["overrides"], "changes": changes(base, first),
         "significance": compare_scores(track, seeds, base),
         "incumbent": place_of(best) if best else "", "against_incumbent": against,
@@ -55,7 +59,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
 def machine_of(seed: dict) -> str:
     """Return the kind of machine, on which alone records compete: the GPU, or the type of the CPU's products, which is bfloat16
     where it has units for it (AVX512-BF16, AMX)."""
-    return seed.get("gpu") or f"CPU, {seed['settings']['DTYPE']}"
+    return seed.get("gpu") or f"{seed['settings']['DEVICE'].upper()}, {seed['settings']['DTYPE']}"
 
 
 def loss_gap(seeds: list[dict]) -> float:

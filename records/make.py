@@ -18,24 +18,24 @@ import argparse
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import chdir
+from hashlib import sha256
 from pathlib import Path
 
-from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages, score,
-                    table)
+from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages,
+                    score, table)
 
 import train_gpt  # after common, which finds it
 from claims import AUTHORED, NOTES, make_claims, render
-from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
+from events import RULE, read_events
 from plot import draw, groups_of, read_run
-from rules import (FOLDER_NAME, Findings, check_division, check_request, check_script, find_table, load_track, other_seeds,
-                   read_history, script_line)
+from rules import (FOLDER_NAME, HTML, UNSAFE, Findings, check_division, check_request, check_script, find_table, load_track,
+                   other_seeds, read_history, script_line)
 from verify import SMALL_ARTIFACT, report
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
@@ -47,14 +47,16 @@ BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 def plan_settings(options, folder: Path) -> dict[str, str]:
     """Return the settings of the runs by name: the base's, the environment's where the base sets them, those of the
-    command, and the track's DEVICE. Sets the division to the base's if none is given. Raises ValueError and OSError."""
+    command, and the track's DEVICE. Raises ValueError and OSError."""
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
-        options.division = options.division or submission["division"]
         settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
         settings = {name: os.environ.get(name, value) for name, value in settings.items() if name}
-    given = pairs_of(options.settings)
+    given = {}
+    for word in sorted(options.settings, key=lambda word: not word.startswith("@")):  # arguments win over files
+        text = Path(word[1:]).read_text(encoding="utf-8") if word.startswith("@") else word
+        given |= pairs_of(re.findall("(?m)^[^#\n].*", text))
     for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE") if "DATA_PATH" in given else ():
         settings.pop(name, None)  # the manifest of the other data has them
     settings |= given
@@ -69,8 +71,9 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]
     track = load_track(folder)
     problems = Findings()
     problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
-    problems.check(len(set(seeds)) == len(seeds) and all(re.fullmatch(r"\d+", seed) for seed in seeds),
+    problems.check(all(re.fullmatch(r"0|[1-9]\d*", seed) for seed in seeds) and len(set(seeds)) == len(seeds),
                    f"--seeds {','.join(seeds)} must be different numbers")
+    problems.check(not UNSAFE & set(options.author) and not HTML & set(options.blurb), "--author has | < or >, or --blurb < or >")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
@@ -84,7 +87,9 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]
     if track.get("divisions") and not problems:
         with chdir(ROOT):
             validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len}, "val_tokens": validation.count,
+            path = Path(config.tokenizer_path)
+            digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
+        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len, "TOKENIZER_SHA256": digest}, "val_tokens": validation.count,
                 "val_bytes": validation.bytes, "data_sha256": validation.data_sha256}
         seen["table"] = find_table(track["divisions"][options.division]["scored"], seen)
         check_division(seen, options.division, problems)
@@ -144,13 +149,15 @@ def copy_run(folder: Path, run_id: str) -> None:
 def write_record(folder: Path, authored: dict) -> None:
     """Write submission.json, README.md and curve.png of a folder that has its logs. Raises ValueError with the reasons for
     which the logs would be refused."""
+    readme = folder / "README.md"
+    if readme.is_file() and NOTES not in readme.read_text(encoding="utf-8"):
+        raise ValueError(f"{readme} has no line {NOTES.strip()!r}, below which your text is kept; put it back")
     findings = Findings()
     claims, seeds = make_claims(folder, authored, findings)
     if findings:
         raise ValueError("; ".join(findings))
     submission = {**authored, **claims}
     (folder / "submission.json").write_text(json.dumps(submission, indent=1) + "\n", encoding="utf-8")
-    readme = folder / "README.md"
     notes = readme.read_text(encoding="utf-8").partition(NOTES)[2] if readme.is_file() else ""
     readme.write_text(render(submission) + notes, encoding="utf-8")
     paths = [folder / f"train_seed{seed['seed']}.jsonl" for seed in seeds]
@@ -163,12 +170,12 @@ def package(options, folder: Path, now: time.struct_time, run_ids: list[str]) ->
     """Make the record folder of finished runs, or leave nothing behind. Raises ValueError with the reasons for which the logs
     would be refused."""
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
-    ranks = start["world_size"]
-    given = [f"{name}={text}" for name, (text, _) in start["overrides"].items() if name not in MAY_DIFFER_BETWEEN_SEEDS]
-    program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-    machine = hardware(ranks if start["config"]["DEVICE"] == "cuda" else 0)
+    cuda = train_gpt.torch.cuda
+    if start["gpu"] not in ("", cuda.get_device_name() if cuda.is_available() else ""):
+        raise ValueError(f"the runs used {start['gpu']}; package them on that machine, whose speed the record shows")
+    machine = hardware(start["world_size"] if start["config"]["DEVICE"] == "cuda" else 0)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
-    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "command": shlex.join([*program, "train_gpt.py", *given]),
+    authored |= {"hardware": f"{machine}, {measure_rate(start)}",
                  "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
     folder.mkdir()
     try:
@@ -251,13 +258,15 @@ def main() -> None:
     parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
     parser.add_argument("--leaderboard", action="store_true", help="write the tables of records/README.md")
-    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py")
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py, and @FILE with such lines")
     options = parser.parse_args()
     if not (options.again or options.leaderboard or (options.track and options.name)):
         parser.error("--track and --name are needed, or --again FOLDER, or --leaderboard")
     require_packages()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
     try:
+        if options.base and not options.division:
+            options.division = load_json(records / options.base / "submission.json")["division"]
         if options.leaderboard:
             write_leaderboard(records)
             return
@@ -279,8 +288,10 @@ def main() -> None:
         sys.exit(f"make.py: {error}")
     except KeyboardInterrupt:
         sys.exit("make.py: stopped; run the same command again to continue")
-    write_leaderboard(records)
-    sys.exit(0 if report(folder) else 1)
+    accepted = report(folder)
+    if accepted:
+        write_leaderboard(records)
+    sys.exit(0 if accepted else 1)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ sandbox. A person reads the changes to the script before a record is merged.
 """
 
 import ast
+import itertools
 import json
 import math
 import re
-import sys
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -21,16 +22,20 @@ from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken"}
+# Of the standard library, what trainers use.
+MODULES = set("""__future__ abc argparse base64 bisect bz2 collections contextlib copy ctypes dataclasses datetime difflib enum
+    errno fractions functools gc glob hashlib heapq inspect io itertools json lzma math operator os pathlib platform queue random
+    re secrets shutil signal statistics string struct subprocess sys sysconfig tempfile textwrap threading time traceback typing
+    uuid warnings weakref zipfile zlib""".split())  # noqa: SIM905
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
-FORBIDDEN_MODULES = {"builtins", "cffi", "code", "imp", "importlib", "marshal", "pickle", "pkgutil",
-                     "runpy", "socket", "urllib", "http"}
-FORBIDDEN_BEGINNINGS = ("torch.hub", "torch.package", "torch.utils.cpp_extension", "torch.ops.load_library",
-                        "torch.classes.load_library", "torch.jit.load", "os.system", "os.popen", "os.fork",
-                        "os.exec", "os.spawn", "os.posix_spawn")
+FORBIDDEN = re.compile(
+    r"(^|[._])os\.(system|popen|fork|exec|spawn|posix_spawn)|(^|[._])sys\.modules|(^|\.)torch\.(hub|package|jit\.load)"
+    r"|(^|\.)(importlib|pickle|builtins|load_library|cpp_extension|aoti_load_package|model_zoo|CodeType|FunctionType|__self__"
+    r"|__loader__|__dict__|__globals__)($|\.)")
 ONLY_VALUES = {"weights_only": "True", "allow_pickle": "False"}  # else a file can hold code
 MOST_LINES = 2500  # a person reads it; its bytes count anyway
 LONGEST_LINE = 120  # a longer one can hide data
-KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "torch"}  # "import os as x" would hide the names above
+KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "sys", "torch"}  # "import os as x" and "x = os" would hide the names above
 # Every mention of these two modules but their import and the calls that a script may make.
 OTHER_USES = {
     "subprocess for more than nvidia-smi and scontrol": re.compile(
@@ -47,7 +52,10 @@ CLOCK_MS = 250  # a slow disk under the log
 LONGEST_STEP_S = 10  # else a log of two steps would allow twice the time
 LAST_MS = 1000  # a run may pass the cap by an average step and this much for a hiccup
 EVALUATION_SECONDS = 10  # between export and score the artifact is read back and sent to all ranks
-PAUSE_SHARE, PAUSE_S = 3, 2  # a validation may stop the clock for thrice the time of the last one, and two seconds
+PAUSES_S = 60  # validations may stop the clock by more than their number times the final score's, to compile and to write
+EXPORT_S = 120  # from the last validation to the export; a 16 MB model on an H100 is rounded for 25 s
+LONGEST_SETTING, LONGEST_SETTINGS = 200, 8000  # characters of one and of all, whose bytes are not counted
+UNSAFE, HTML = set("|\n\r<>"), set("<>")  # they break a table, or hide what follows
 BETTER_BY_EXPORT = 0.01  # nats: rounding weights to int8 may improve the loss by chance, but by less than this
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
                             "data_sha256", "gpu")
@@ -77,6 +85,9 @@ def check_script(source: str) -> tuple[str, ...]:
     lines = len(source.splitlines())
     findings = Findings()
     findings.check(lines <= MOST_LINES, f"train_gpt.py has {lines:,} lines, more than {MOST_LINES:,}")
+    shown = source.replace("\n", "")
+    findings.check(shown.isascii() and shown.isprintable() and not re.search(r"\A(.*\n)?[ \t]*#.*coding[:=]", source),
+                   "train_gpt.py has other characters than printable ASCII, or names a coding")
     longest = max(map(len, source.splitlines()), default=0)
     findings.check(longest <= LONGEST_LINE, f"train_gpt.py has a line of {longest} characters, more than {LONGEST_LINE}")
     try:
@@ -85,6 +96,7 @@ def check_script(source: str) -> tuple[str, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return (*findings, f"train_gpt.py is not Python: {error}")
     imported, hidden = set(), {use for use, pattern in OTHER_USES.items() if pattern.search(text)}
+    with_members = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
@@ -93,16 +105,19 @@ def check_script(source: str) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             imported |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            hidden |= {f"{module}.{alias.name}" for alias in node.names if alias.name in {"*", *KEEP_THEIR_NAMES}}
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             name = ast.unparse(node)
-            if name in FORBIDDEN_NAMES or name.startswith(FORBIDDEN_BEGINNINGS):
+            if name in FORBIDDEN_NAMES or FORBIDDEN.search(name):
                 hidden.add(name)
+            last = name.rpartition(".")[2].lstrip("_")
+            if last in KEEP_THEIR_NAMES - {"torch"} and id(node) not in with_members:  # getattr(torch, ...) is common
+                hidden.add(f"{name} as a value")
         elif isinstance(node, ast.keyword) and (value := ast.unparse(node.value)) != ONLY_VALUES.get(node.arg, value):
             hidden.add(f"{node.arg}={value}")
-    foreign = {name.split(".")[0] or "." for name in imported} - sys.stdlib_module_names - PACKAGES
-    findings.check(not foreign, f"train_gpt.py imports {', '.join(sorted(foreign))}: code that is not counted")
-    hidden |= {name for name in imported
-               if name.split(".")[0] in FORBIDDEN_MODULES or name.startswith(FORBIDDEN_BEGINNINGS)}
+    foreign = {name.split(".")[0] or "." for name in imported} - MODULES - PACKAGES
+    findings.check(not foreign, f"train_gpt.py imports {', '.join(sorted(foreign))}, which is not counted or can load code")
+    hidden |= {name for name in imported if FORBIDDEN.search(name)}
     findings.check(not hidden, f"train_gpt.py uses {', '.join(sorted(hidden))}, which can hide code")
     return tuple(findings)
 
@@ -116,9 +131,10 @@ def check_steps(name: str, events: list[dict], findings: Findings) -> None:
     logged = {event["step"] for event in events if event["event"] == "train"}
     resumed = any(event["event"] == "resume" for event in events)
     findings.check(not resumed, f"{name}: a record is one run from its first step to its end")
-    wanted = {step for step in range(1, events[-1]["step"] + 1) if step <= 10 or (every and step % every == 0)}
-    missing = sorted(wanted - logged)
-    findings.check(logged and not missing, f"{name}: training steps {missing[:3]} are not in the log")
+    steps = events[-1]["step"]
+    due = itertools.chain(range(1, min(steps, 10) + 1), range(10 // every * every + every, steps + 1, every) if every else ())
+    missing = list(itertools.islice((step for step in due if step not in logged), 3))  # a forged number of steps is endless
+    findings.check(logged and not missing, f"{name}: training steps {missing} are not in the log")
 
 
 def evaluation_seconds(last: dict[str, dict]) -> float:
@@ -154,7 +170,7 @@ def check_clock(name: str, events: list[dict], findings: Findings) -> None:
                        f"{name}: the last validation is earlier than the last step")
         pauses = sum(event["event"] == "val" and event["step"] >= first["step"] for event in events)
         stood_s = end["elapsed_s"] - first["elapsed_s"] - (end["train_time_ms"] - first["train_time_ms"]) / 1000
-        most_s = pauses * (PAUSE_SHARE * last["final"]["eval_time_ms"] / 1000 + PAUSE_S)
+        most_s = pauses * last["final"]["eval_time_ms"] / 1000 + PAUSES_S
         findings.check(stood_s <= most_s, f"{name}: the training clock stood still for {stood_s:.1f} s, but "
                        f"{pauses} validations explain {most_s:.1f} s at most")
     seconds = evaluation_seconds(last)
@@ -203,6 +219,7 @@ def read_seed(path: Path, source: str, findings: Findings) -> dict | None:
     findings.check(script == script_line(source), f"{name}.log: its first line must be {script_line(source)!r}")
     findings.check(f"\nRunning PyTorch {seed['torch']}\n" in machine, f"{name}: .log and .jsonl disagree on PyTorch")
     findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
+    findings.check(not UNSAFE & set(f"{seed.get('gpu')}{seed['torch']}{seed['python']}"), f"{name}: GPU or version with | < or >")
     findings.check(not seed["settings"].get("VAL_TOKENS"), f"{name}: VAL_TOKENS scores a part of the validation text")
     findings.check((seed["code_bytes"], seed["code_sha256"]) == (len(code), sha256(code).hexdigest()),
                    f"{name}: code_bytes and code_sha256 are not train_gpt.py's")
@@ -222,7 +239,8 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
         "losses": [event["train_loss"] for event in events if event["event"] == "train"],
         "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
         "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": evaluation_seconds(last),
-        "wall_seconds": seed["elapsed_s"], "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
+        "wall_seconds": seed["elapsed_s"], "export_seconds": last["export"]["elapsed_s"] - val["elapsed_s"],
+        "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
         "python": re.search(r"Running Python (\S+)", machine)[1],
         "parameters": int(re.search(r"^model_params:(\d+)", text, re.M)[1])}
 
@@ -269,8 +287,9 @@ def check_differences(seeds: list[dict], findings: Findings) -> None:
     findings.check(len(losses) == len(artifacts) == len(seeds),
                    "two seeds have the same training losses or artifact")
     for seed in seeds[1:]:
-        names = [name for name, value in seeds[0]["settings"].items()
-                 if name not in MAY_DIFFER_BETWEEN_SEEDS and seed["settings"].get(name) != value]
+        ours, theirs = seeds[0]["settings"], seed["settings"]
+        names = [name for name in sorted(ours.keys() | theirs.keys())
+                 if name not in MAY_DIFFER_BETWEEN_SEEDS and ours.get(name) != theirs.get(name)]
         names += [name for name in MUST_MATCH_BETWEEN_SEEDS if seed[name] != seeds[0][name]]
         findings.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed {numbers[0]}")
 
@@ -298,8 +317,11 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
     divisions = track.get("divisions", {})
     findings.check(not divisions or division in divisions,
                    f"division {division!r} must be one of {', '.join(divisions)}")
-    rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~"))]
+    rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~", ".."))]
     findings.check(not rooted, f"{', '.join(rooted)} must be relative to the repository")
+    odd = [key for key, value in settings.items() if len(str(value)) > LONGEST_SETTING or UNSAFE & set(f"{key}{value}")]
+    findings.check(not odd, f"{', '.join(odd)} must have at most {LONGEST_SETTING} characters, and no | < or >")
+    findings.check(len(str(settings)) <= LONGEST_SETTINGS, f"the settings have more than {LONGEST_SETTINGS} characters")
     for key, values in track.get("settings", {}).items():
         findings.check(settings.get(key) in values, f"{key}={settings.get(key)!r} is not one of {values}")
     if limit := track.get("max_train_seconds"):
@@ -322,8 +344,11 @@ def check_rules(track: dict, division: str, seeds: list[dict], findings: Finding
         slack = min(seconds / max(1, seed["steps"]), LONGEST_STEP_S) + LAST_MS / 1000
         reasons.check(seconds <= track.get("max_train_seconds", math.inf) + slack,
                       f"{seconds:.1f} s of training pass the cap by more than the last step, {slack:.1f} s")
+        reasons.check("max_train_seconds" not in track or seed["export_seconds"] <= EXPORT_S, "from the last validation to the "
+                      f"export, {seed['export_seconds']:.1f} s are more than {EXPORT_S}")
         machine = track.get("machine", "")
-        reasons.check(machine in seed["machine"], f"nvidia-smi's output has no {machine}")
+        reasons.check(machine in seed["machine"] and machine in (seed.get("gpu") or ""),
+                      f"nvidia-smi's output or the name of the GPU has no {machine}")
         if track.get("divisions"):
             check_division(seed, division, reasons)
         findings += [f"seed {seed['seed']}: {reason}" for reason in reasons]
@@ -337,9 +362,11 @@ def check_division(seed: dict, division: str, findings: Findings) -> None:
                    f"TRAIN_SEQ_LEN={seed['settings']['TRAIN_SEQ_LEN']}")
     for split in ("train", "val"):
         pinned = seed["table"].get(f"{split}_shards_sha256")
-        logged = [digest for file, digest in (seed["data_sha256"] or {}).items() if f"_{split}_" in file]
-        if pinned and (seed["data_sha256"] is not None or "train_shards_sha256" in seed["table"]):
+        logged = [digest for file, digest in (seed["data_sha256"] or {}).items() if fnmatchcase(file, f"*_{split}_[0-9]*.bin")]
+        if pinned:
             findings.check(logged == pinned, f"the {split} shards that the log names are not those of the division")
+    if pinned := seed["table"].get("tokenizer_sha256"):
+        findings.check(seed["settings"]["TOKENIZER_SHA256"] == pinned, "the tokenizer that the log names is not the division's")
 
 
 # ---- Other records -------------------------------------------------------------------------------------

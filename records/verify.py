@@ -18,13 +18,12 @@ from pathlib import Path
 from claims import AUTHORED, compare_claims, count_seeds, describe_test, make_claims, render
 from common import ROOT, deviation, load_json, require_packages, score
 from rescore import check_data, check_weights, rerun
-from rules import FOLDER_NAME, Findings, check_rules, earlier_records, load_track, place_of
+from rules import FOLDER_NAME, HTML, UNSAFE, Findings, check_rules, earlier_records, load_track, place_of
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz")
 OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
 MOST_SHOWN = 20  # a forged clock is wrong at each step
-UNSAFE = re.compile(r"[|\n\r<>]")  # breaks a Markdown table
 
 
 def read_submission(folder: Path, findings: Findings) -> dict:
@@ -36,8 +35,9 @@ def read_submission(folder: Path, findings: Findings) -> dict:
         findings.append(f"submission.json cannot be read: {error}")
         return {}
     for key, value in authored.items():
-        if findings.check(isinstance(value, str), f"submission.json: {key} is not text") and key != "blurb":
-            findings.check(not UNSAFE.search(value), f"submission.json: {key} has a line end, or one of | < >")
+        if findings.check(isinstance(value, str), f"submission.json: {key} is not text"):
+            found = set(value) & (HTML if key == "blurb" else UNSAFE)
+            findings.check(not found, f"submission.json: {key} has {' '.join(map(repr, sorted(found)))}")
     place = f"{folder.parent.name}/{folder.name}"
     findings.check(place_of(authored) == place, f"submission.json names {place_of(authored)}, not {place}")
     submitted = authored["submitted"]
