@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-# ---- Configuration ----------------------------------------------------------------------
+# ---- Configuration ---------------------------------------------------------------------
 # A field of Config is `free` if it may change on resume, `kept` if the model needs it later.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
@@ -105,7 +105,7 @@ class Config:
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "most tokens scored in GRAD_ACCUM_STEPS passes")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
-    eval_seq_len: int = free(0, "window of a second final score; 0: TRAIN_SEQ_LEN", high=1e6)
+    eval_seq_len: int = free(0, "window of a second score; 0: TRAIN_SEQ_LEN", high=1e6)
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
     train_log_every: int = free(200, "log every N steps, and the first ten")
     # Model
@@ -131,7 +131,7 @@ class Config:
     num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
     loop_start: int = kept(0, "first repeated block, counted from 0")
     loop_end: int = kept(0, "last repeated block, counted from 0")
-    loop_at: float = free(0.35, "fraction of the run before NUM_LOOPS acts", high=0.99)
+    loop_at: float = free(0.35, "part of the run before NUM_LOOPS acts", high=0.99)
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
@@ -235,7 +235,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
             (from_files if is_file else given)[name] = (os.path.expanduser(value), origin)
     given = from_files | given
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # see Validation
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
         path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
         given = {"TOKENIZER_PATH": (path, "manifest"),
@@ -267,7 +267,7 @@ def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
-# ---- Ranks and device -------------------------------------------------------------------
+# ---- Ranks and device ------------------------------------------------------------------
 # All ranks make the same collective calls in the same order; one alone needs no group.
 @dataclass(frozen=True)
 class Ranks:
@@ -356,7 +356,7 @@ def bfloat16_is_native(device: torch.device) -> bool:
     has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return device.type == "cpu" and has_units
 
-# ---- Log --------------------------------------------------------------------------------
+# ---- Log -------------------------------------------------------------------------------
 # Programs read these lines: they begin as the published trainer's. Events have exact values.
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
@@ -397,7 +397,7 @@ class RunLog:
         if text:
             self.line(text)
 
-# ---- Data and validation ----------------------------------------------------------------
+# ---- Data and validation ---------------------------------------------------------------
 # What a step reads follows from its number alone. A score is in bits per byte of text.
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
@@ -451,12 +451,12 @@ class TokenLoader:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
-        parts, end = [], start + count
+        end = start + count
+        parts = []
         while start < end:
-            place = start % self.tokens
-            index = int(np.searchsorted(self.ends, place, side="right"))
+            index = int(np.searchsorted(self.ends, start % self.tokens, side="right"))
             path, tokens = self.shards[index]
-            parts.append(tokens[place - int(self.ends[index]):][:end - start])
+            parts.append(tokens[start % self.tokens - int(self.ends[index]):][:end - start])
             start += len(check_ids(parts[-1], self.config.vocab_size, path))
         return np.concatenate(parts)
 
@@ -574,7 +574,7 @@ class Validation:
         return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
                 "eval_time_ms": ranks.now_ms() - start_ms}
 
-# ---- Model ------------------------------------------------------------------------------
+# ---- Model -----------------------------------------------------------------------------
 # Each module is its equation for whole rows. Weights, mostly float32, are cast to x's type.
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
@@ -797,7 +797,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
             return kernel
     raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
 
-# ---- Optimizers -------------------------------------------------------------------------
+# ---- Optimizers ------------------------------------------------------------------------
 # Each parameter is in one group. Rates follow from the step and the training clock alone.
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
     """Move the singular values of matrices (N, rows, columns) close to 1, by Newton-Schulz
@@ -892,7 +892,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
     return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
 
-# ---- Export -----------------------------------------------------------------------------
+# ---- Export ----------------------------------------------------------------------------
 # Files may be hostile: reading them runs no code and takes no more memory than a model needs.
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales, as published: float16 (rows,) for a matrix, else float32."""
@@ -1032,7 +1032,7 @@ def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     model.apply(lambda module: setattr(module, "gram", None))
     return grams
 
-# ---- Training ---------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------
 # A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
 class Clock:
     """The steps done, the training time on which the ranks agreed last, and signals to stop.
@@ -1141,7 +1141,7 @@ class Trainer:
             mine.copy_(read.view_as(mine))
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
-# ---- Checkpoints and the loop -----------------------------------------------------------
+# ---- Checkpoints and the loop ----------------------------------------------------------
 # Ranks branch together, by the step or by what they agreed on. Rank 0 writes, all ranks read.
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
@@ -1343,7 +1343,7 @@ def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> N
     if not math.isfinite(score["val_loss"]):
         raise FloatingPointError("the final score is not finite; lower the rates")
 
-# ---- A run ------------------------------------------------------------------------------
+# ---- A run -----------------------------------------------------------------------------
 # `run` wires the parts. Nothing is written before all is checked; errors of the user are sentences.
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
