@@ -1161,7 +1161,7 @@ def find_checkpoint(config: Config) -> dict | None:
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
-    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; set a new RUN_ID")
+    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; change it or RUN_ID")
     return None
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
