@@ -645,10 +645,9 @@ class Attention(nn.Module):
         qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
         q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
-            pairs = k.unflatten(3, (2, -1))  # rotary pairs, the fastest first
-            fast = self.config.rope_dims // 2 or pairs.size(4) // 2
-            slow = token_before(pairs[..., fast:])
-            k = torch.cat((pairs[..., :fast], slow), dim=4).flatten(3)
+            half = k.size(3) // 2
+            pair = torch.arange(k.size(3), device=k.device) % half  # rotary pairs, the fastest first
+            k = torch.where(pair < (self.config.rope_dims // 2 or half // 2), k, token_before(k))
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
