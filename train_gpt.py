@@ -51,12 +51,6 @@ CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
 CASE = "\ue001\ue002\ue003"  # CaseOps' operators for capitals: tokens without bytes
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
-# Rank, number of ranks, and both on this machine: of torchrun, Open MPI, MPICH, PALS and srun.
-LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
-OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
-PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
-PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE
-SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE"""
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
@@ -305,23 +299,15 @@ class Ranks:
         return 1000 * time.perf_counter()
 
 def find_ranks() -> list[int]:
-    """The launcher's numbers. Raises ValueError if nothing tells where rank 0 is."""
-    env = os.environ
-    names = next((n for n in map(str.split, LAUNCHERS.splitlines()) if env.keys() >= set(n)), None)
-    if names is None:
-        require(env.get("WORLD_SIZE", "1") == "1", "WORLD_SIZE is set, but not all of "
-                "torchrun's variables: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE")
-        return [0, 1, 0, 1]
-    numbers = [int(re.match(r"\d+", env[name])[0]) for name in names]  # Slurm's: "4(x2)"
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if numbers[1] == numbers[3] else "")
-    if not address and Path(env.get("PBS_NODEFILE", "")).is_file():
-        address = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()[0]
-    nodes = env.get("SLURM_STEP_NODELIST" if "SLURM_PROCID" in names else "SLURM_JOB_NODELIST", "")
-    address = address or re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes).split(",")[0]  # "n[07-08],n11"
-    require(address, "MASTER_ADDR must be set to the address of rank 0's machine")
-    env["MASTER_ADDR"] = address
-    env.setdefault("MASTER_PORT", str(29500 + int(env.get("SLURM_JOB_ID", 0)) % 1000))
-    return numbers
+    """Rank, number of ranks, and both on this machine, from torchrun's variables; one rank
+    without them. Raises ValueError if another launcher started several processes."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if all(os.environ.get(name) for name in names):
+        return [int(os.environ[name]) for name in names]
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
+                "are not all set: start with torchrun, or put logs/ranks.sh before python")
+    return [0, 1, 0, 1]
 
 def start_ranks(config: Config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
@@ -330,8 +316,6 @@ def start_ranks(config: Config) -> Ranks:
     usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
-    if kind == "cuda" and "LOCAL_RANK" not in os.environ:  # a rank may see one GPU only
-        local_rank %= torch.cuda.device_count()
     require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":

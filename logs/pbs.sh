@@ -12,7 +12,7 @@ cd "$PBS_O_WORKDIR" || exit
 RUN_ID=${RUN_ID:-$PBS_JOBID}
 PYTHON=${PYTHON:-.venv/bin/python}
 STOP_AFTER=${STOP_AFTER:-237m}
-mpiexec timeout --preserve-status "$STOP_AFTER" "$PYTHON" train_gpt.py RUN_ID="$RUN_ID" \
+mpiexec logs/ranks.sh timeout --preserve-status "$STOP_AFTER" "$PYTHON" train_gpt.py RUN_ID="$RUN_ID" \
   RESUME=auto CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 $SETTINGS
 status=$?
 if [ $status = 143 ]; then

@@ -6,7 +6,7 @@
 #SBATCH --time=04:00:00 --signal=TERM@180 --requeue --open-mode=append
 
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
-srun --kill-on-bad-exit=1 "${PYTHON:-.venv/bin/python}" train_gpt.py RUN_ID="$SLURM_JOB_ID" RESUME=auto \
+srun --kill-on-bad-exit=1 logs/ranks.sh "${PYTHON:-.venv/bin/python}" train_gpt.py RUN_ID="$SLURM_JOB_ID" RESUME=auto \
   CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 "$@"
 status=$?
 if [ $status = 143 ]; then

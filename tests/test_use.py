@@ -188,33 +188,50 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
 
 
-def launched(variables):
-    """The ranks and the first machine that are found with a launcher's variables alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", dict(variables))
-        return train_gpt.find_ranks(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path):
+@pytest.fixture
+def launched(tmp_path):
+    """What ranks.sh makes of a launcher's variables: the ranks and the first machine, and stderr. It has a scontrol that knows
+    the first machines only."""
+    (tmp_path / "scontrol").write_text("#!/bin/bash\n[ $1$2 = showhostnames ] && sed 's/\\[\\([a-z0-9]*\\)[^]]*]/\\1/g; s/,/\\n/g' <<< $3\n")
+    (tmp_path / "scontrol").chmod(0o755)
+
+    def launch(variables):
+        result = subprocess.run([REPOSITORY / "logs" / "ranks.sh", "printenv", *VARIABLES], capture_output=True, text=True, check=False,
+                                env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables})
+        return result.stdout.split(), result.stderr
+    return launch
+
+
+def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, launched):
     nodes = tmp_path / "nodes"
     nodes.write_text("x3001c0s1\nx3001c0s1\nx3002c0s1\n")
-    assert launched({}) == ([0, 1, 0, 1], None, None)
-    assert launched(TORCHRUN) == ([3, 4, 1, 2], "host", "1")
-    assert launched({**SRUN, **TORCHRUN}) == ([3, 4, 1, 2], "host", "1")  # torchrun, started by srun
-    assert launched(MPICH) == ([1, 2, 1, 2], "127.0.0.1", "29500")
-    assert launched(SRUN) == ([5, 8, 1, 4], "node07", "29534")
-    assert launched({**PALS, "PBS_NODEFILE": str(nodes)}) == ([5, 8, 1, 4], "x3001c0s1", "29500")
-    assert launched({**OPEN_MPI, **BATCH}) == ([5, 8, 1, 4], "rack1n3", "29500")  # mpirun in a batch job
-    assert launched({**OPEN_MPI, "MASTER_ADDR": "a", "MASTER_PORT": "2"}) == ([5, 8, 1, 4], "a", "2")
-    assert launched(BATCH)[0] == [0, 1, 0, 1]  # one process in a job
+    for variables, wanted in (
+            (MPICH, "1 2 1 2 127.0.0.1"), (SRUN, "5 8 1 4 node07"), ({**PALS, "PBS_NODEFILE": str(nodes)}, "5 8 1 4 x3001c0s1"),
+            ({**OPEN_MPI, **BATCH}, "5 8 1 4 rack1n3"),  # mpirun in a batch job
+            ({**OPEN_MPI, "MASTER_ADDR": "a"}, "5 8 1 4 a"),
+            ({**SRUN, "CUDA_VISIBLE_DEVICES": "3"}, "5 8 0 4 node07"), ({**SRUN, "CUDA_VISIBLE_DEVICES": "2,3"}, "5 8 1 4 node07")):
+        found, errors = launched(variables)
+        assert found[:5] == wanted.split() and 29500 <= int(found[5]) < 30500, errors
+    assert launched({**MPICH, "MASTER_PORT": "2"})[0][5] == "2"
+    assert launched({**MPICH, "PBS_JOBID": "1.x"})[0][5] != launched({**MPICH, "PBS_JOBID": "2.x"})[0][5]
+    assert "knows only" in launched({})[1] and "must be set to the address of rank 0" in launched(OPEN_MPI)[1]
 
 
 @pytest.mark.parametrize("variables, wanted", [
-    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is set, but not all of torchrun's variables"),
-    (OPEN_MPI, "MASTER_ADDR must be set to the address of rank 0's machine")])
-def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(variables, wanted):
-    with pytest.raises(ValueError, match=wanted):
-        launched(variables)
+    ({}, [0, 1, 0, 1]), (TORCHRUN, [3, 4, 1, 2]), ({**SRUN, **TORCHRUN}, [3, 4, 1, 2]),  # torchrun, started by srun
+    (BATCH, [0, 1, 0, 1]),  # one process in a job
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2, but"), (OPEN_MPI, "put logs/ranks.sh before python"),
+    (PALS, "PMI_SIZE=8, but"), (SRUN, "SLURM_STEP_NUM_TASKS=8, but")])
+def test_ranks_are_those_of_torchruns_variables_or_one(monkeypatch, variables, wanted):
+    monkeypatch.setattr(os, "environ", dict(variables))
+    if isinstance(wanted, list):
+        assert train_gpt.find_ranks() == wanted
+    else:
+        with pytest.raises(ValueError, match=wanted):
+            train_gpt.find_ranks()
 
 
 @pytest.mark.slow
@@ -223,7 +240,7 @@ def test_what_does_not_tell_the_ranks_or_the_first_machine_is_an_error(variables
 def test_two_processes_of_an_mpi_train_together(tmp_path, program, options):
     if not shutil.which(program):
         pytest.skip(f"{program} is not installed")
-    command = [program, *options, "-n", "2", sys.executable, str(REPOSITORY / "train_gpt.py")]
+    command = [program, *options, "-n", "2", str(REPOSITORY / "logs" / "ranks.sh"), sys.executable, str(REPOSITORY / "train_gpt.py")]
     result = subprocess.run([*command, *tiny_arguments(make_shards(tmp_path), RUN_ID="mpi")], cwd=tmp_path, timeout=240,
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "world_size:2" in result.stdout, result.stderr
