@@ -830,10 +830,19 @@ class Muon(torch.optim.Optimizer):
                 part = updates.contiguous()
                 updates = part.new_empty(share * self.ranks.world_size, *shape)
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
-                gather(updates, part)
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
+                work = gather(updates, part, async_op=True)
+            pending.append((bank, updates, work))
+        for bank, updates, work in pending:
+            if work:
+                work.wait()
+            for shape, params in bank.items():
+                own, updates = updates[:len(params)], updates[len(params):]
+                if shape[0] > shape[1]:
+                    own = (own * (shape[0] / shape[1]) ** 0.5).mT
+                own = own.to(torch.float32, memory_format=torch.contiguous_format)
+                if group["weight_decay"]:
+                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(params, list(own), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
     """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101)."""
@@ -1294,7 +1303,11 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     log.line(f"peak memory allocated: {ranks.peak_mib() or 'unknown'} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
+        threads = torch.get_num_threads()
+        if ranks.world_size > 1:  # the other ranks wait, and NCCL's patience is ten minutes
+            torch.set_num_threads(os.cpu_count() or 1)
         data, about = pack(state, config, grams)
+        torch.set_num_threads(threads)
         write_whole(path, data)
         ratio = sum(t.nbytes for t in state.values()) / about["payload_bytes"]
         log.event("export", f"""Serialized model: {len(floats)} bytes
