@@ -783,52 +783,59 @@ def choose_attention(config: Config, device: torch.device) -> str:
 # ---- Optimizers ------------------------------------------------------------------------
 # Each parameter is in one group. Rates follow from the step and the training clock alone.
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
-    """Move the singular values of matrices (N, rows, columns) close to 1, by Newton-Schulz
+    """Move the singular values of wide matrices (N, rows, columns) close to 1, by Newton-Schulz
     steps in bfloat16 (Jordan 2024, kellerjordan.github.io/posts/muon), multiplied in `compute`."""
     x = updates.bfloat16()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    is_tall = x.size(1) > x.size(2)
-    x = x.mT if is_tall else x
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(steps):
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
         x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
-    return x.mT if is_tall else x
+    return x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum; matrices of one shape share a tensor (N, rows, columns)."""
+    """Orthogonalised momentum. The matrices of a shape and of its transpose are a bank; a rank
+    orthogonalises its share of each bank, and has the momentum of all matrices of a shape
+    as one tensor (n, rows, columns), in the state of the first."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
-        slow = ranks.device.type == "cpu" and not bfloat16_is_native(ranks.device)
-        self.compute = torch.float32 if slow else torch.bfloat16  # 1,000 times faster
-        self.banks = {}  # matrices by their shape
+        is_native = bfloat16_is_native(ranks.device)  # else 3 to 1,000 times slower
+        self.compute = torch.bfloat16 if is_native else torch.float32
+        self.banks = {}  # by their sides: the matrices of each shape
         for p in self.param_groups[0]["params"]:
-            self.banks.setdefault(p.shape, []).append(p)
-        for shape, bank in self.banks.items():
-            self.state[bank[0]]["momentum_buffer"] = bank[0].new_zeros(len(bank), *shape)
+            bank = self.banks.setdefault(tuple(sorted(p.shape)), {})
+            bank.setdefault(p.shape, []).append(p)
+        for shape, params in [pair for bank in self.banks.values() for pair in bank.items()]:
+            self.state[params[0]]["momentum_buffer"] = params[0].new_zeros(len(params), *shape)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all matrices; a rank orthogonalises its share of a shape. Collective."""
-        group = self.param_groups[0]
-        for shape, params in self.banks.items():
-            grads = torch.stack([p.grad for p in params])
-            momentum = self.state[params[0]]["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(grads)
-            share = math.ceil(len(params) / self.ranks.world_size)  # the last may have less
-            mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
-            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
-            if self.config.muon_row_norm:
-                updates = F.normalize(updates, dim=2)
-            updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
-            updates = updates * max(1, shape[0] / shape[1]) ** 0.5
-            if self.ranks.world_size > 1:
-                part = updates.contiguous()
-                updates = part.new_empty(share * self.ranks.world_size, *shape)
+        """Update all matrices. Collective."""
+        group, world_size = self.param_groups[0], self.ranks.world_size
+        pending = []
+        for bank in self.banks.values():
+            share = math.ceil(sum(map(len, bank.values())) / world_size)  # the last may have less
+            start = share * self.ranks.rank  # of this rank's share in the next shape
+            wide = []
+            for shape, params in bank.items():
+                grads = torch.stack([p.grad for p in params])
+                momentum = self.state[params[0]]["momentum_buffer"]
+                momentum.mul_(group["momentum"]).add_(grads)
+                mine = slice(max(0, start), max(0, start + share))
+                start -= len(params)
+                updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+                if self.config.muon_row_norm:
+                    updates = F.normalize(updates, dim=2)
+                updates = updates.bfloat16()
+                wide.append(updates.mT if shape[0] > shape[1] else updates)
+            wide.append(updates.new_zeros(share - sum(map(len, wide)), *wide[0].shape[1:]))
+            updates = orthogonalize(torch.cat(wide), self.config.muon_backend_steps, self.compute)
+            work = None
+            if world_size > 1:  # as this rank goes on with the next bank
+                part, updates = updates, updates.new_empty(share * world_size, *updates.shape[1:])
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
                 work = gather(updates, part, async_op=True)
             pending.append((bank, updates, work))

@@ -46,6 +46,40 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
     assert all((p - start).abs().max() > 0.01 for p, start in zip(ours, starts))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_update_what_one_rank_does(monkeypatch, ranks):
+    """Bit for bit. Five matrices of two shapes are a bank, so a rank's share has matrices of both; some ranks have none."""
+    shapes = [(16, 48)] * 3 + [(48, 16)] * 2 + [(16, 16)] * 3
+    parts = {}  # of each gather, by rank
+
+    def updated(rank, world_size):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        made = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
+        muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], tiny_config(muon_row_norm=True), made)
+        gathers = iter(range(2))
+
+        def gather(out, part, async_op):
+            its = parts.setdefault(next(gathers), {})
+            its[rank] = part
+            if len(its) == world_size:
+                out.copy_(torch.cat([its[i] for i in range(world_size)]))
+            return types.SimpleNamespace(wait=lambda: None)
+
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            monkeypatch.setattr(train_gpt.dist, name, gather, raising=False)
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        muon.step()
+        return params
+
+    for rank in range(ranks):
+        updated(rank, ranks)  # leaves its parts
+    wanted = updated(0, 1)
+    for rank in range(ranks):
+        assert all(map(torch.equal, updated(rank, ranks), wanted))
+
+
 @pytest.mark.parametrize("changes, rates", [
     (dict(tie_embeddings=True), {"tok_emb.weight": 0.03}),
     (dict(tie_embeddings=False), {"tok_emb.weight": 0.6, "lm_head.weight": 0.008}),
@@ -240,6 +274,21 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
     assert f"stopping_early: wallclock_cap train_time:{total:.0f}ms step:{steps}/200" in capsys.readouterr().out
     final = [event for event in events(tmp_path, "timed") if event["event"] == "val"][-1]
     assert final["step"] == steps and final["train_time_ms"] == pytest.approx(total)
+
+
+def test_while_ranks_wait_the_first_rounds_with_all_cores(tmp_path, monkeypatch):
+    """torchrun gives a rank one thread, and NCCL ends the others after ten minutes."""
+    monkeypatch.chdir(tmp_path)
+    ranks, pack, threads = FakeRanks(), train_gpt.pack, []
+    trainer = TimedTrainer(ranks, None, out_dir=".")
+    validation = types.SimpleNamespace(score=lambda model: {"val_loss": 1.0, "val_bpb": 1.0}, label="")
+    monkeypatch.setattr(train_gpt, "pack", lambda *arguments: (threads.append(torch.get_num_threads()), pack(*arguments))[1])
+    monkeypatch.setattr(train_gpt.dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    before = torch.get_num_threads()
+    for ranks.world_size in (1, 2):
+        train_gpt.export(trainer, None, validation, train_gpt.RunLog("export", "", is_main=True))
+    assert threads == [before, 3] and torch.get_num_threads() == before
 
 
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):
