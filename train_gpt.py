@@ -50,6 +50,7 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
 CASE = "\ue001\ue002\ue003"  # CaseOps' operators for capitals: tokens without bytes
+OLD_TORCH = torch.__version__ < (2, 10)  # flash attention on CPUs knows no groups of queries
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
@@ -311,10 +312,13 @@ def find_ranks() -> list[int]:
 
 def start_ranks(config: Config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
-    rank, world_size, local_rank, local_size = find_ranks()
-    has_mps = torch.backends.mps.is_available() and world_size == 1  # MPS has no collectives
+    rank, size, local_rank, local_size = find_ranks()
+    has_mps = torch.backends.mps.is_available() and size == 1  # MPS has no collectives
     usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
+    if usable == ["cpu"] and config.device == "auto" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        require("GPU 0" not in subprocess.getoutput("timeout 30 nvidia-smi -L"), "PyTorch cannot "
+                "use the GPU here: install a build for its driver (pytorch.org), or set DEVICE=cpu")
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
@@ -325,13 +329,12 @@ def start_ranks(config: Config) -> Ranks:
     if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes memory from its heap
         ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
-    if world_size > 1:
+    if size > 1:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, world_size))[0])
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                                device_id=gpu)
-    return Ranks(rank, world_size, device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
+    return Ranks(rank, size, device)
 
 def bfloat16_is_native(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 in hardware; some CPUs do (AMX, AVX512-BF16)."""
@@ -591,10 +594,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
     if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
-    if q.size(1) > k.size(1) and kernel in ("efficient", "math"):  # they know no groups
+    has_groups = kernel == "cudnn" or (kernel == "flash" and not (q.is_cpu and OLD_TORCH))
+    if q.size(1) > k.size(1) and not has_groups:
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-    grouped = q.size(1) > k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=has_groups)
 
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
     """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once. While
@@ -604,7 +607,7 @@ def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor
     if scale is not None:
         weight = weight * scale[:, None]  # smaller than the output
     for layer in layers:
-        if layer.gram is not None:
+        if getattr(layer, "gram", None) is not None:
             rows = x.flatten(0, -2).float()
             layer.gram = layer.gram + rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
@@ -630,7 +633,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
         if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
             half = k.size(3) // 2
-            pair = torch.arange(k.size(3), device=k.device) % half  # rotary pairs, the fastest first
+            pair = torch.arange(k.size(3), device=k.device) % half  # the fastest first
             k = torch.where(pair < (self.config.rope_dims // 2 or half // 2), k, token_before(k))
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
@@ -717,7 +720,6 @@ class GPT(nn.Module):
         length = max(config.train_seq_len, config.eval_seq_len)
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
-        self.apply(lambda module: setattr(module, "gram", None))
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The last block's output (B, T, D) for tokens (B, T), int64."""
@@ -802,12 +804,10 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
-        is_native = bfloat16_is_native(ranks.device)  # else 3 to 1,000 times slower
-        self.compute = torch.bfloat16 if is_native else torch.float32
+        self.compute = torch.bfloat16 if bfloat16_is_native(ranks.device) else torch.float32
         self.banks = {}  # by their sides: the matrices of each shape
         for p in self.param_groups[0]["params"]:
-            bank = self.banks.setdefault(tuple(sorted(p.shape)), {})
-            bank.setdefault(p.shape, []).append(p)
+            self.banks.setdefault(tuple(sorted(p.shape)), {}).setdefault(p.shape, []).append(p)
         for shape, params in [pair for bank in self.banks.values() for pair in bank.items()]:
             self.state[params[0]]["momentum_buffer"] = params[0].new_zeros(len(params), *shape)
 
@@ -1090,8 +1090,7 @@ class Trainer:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
             self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
-        weights = self.model.parameters() if config.ema_decay else ()
-        self.average = [p.detach().float().clone() for p in weights]
+        self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
@@ -1310,11 +1309,9 @@ def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
     log.line(f"peak memory allocated: {ranks.peak_mib() or 'unknown'} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        threads = torch.get_num_threads()
-        if ranks.world_size > 1:  # the other ranks wait, and NCCL's patience is ten minutes
-            torch.set_num_threads(os.cpu_count() or 1)
+        if ranks.device.type == "cuda":  # NCCL ends waiting ranks after ten minutes
+            torch.set_num_threads(os.cpu_count() or 1)  # torchrun gives one
         data, about = pack(state, config, grams)
-        torch.set_num_threads(threads)
         write_whole(path, data)
         ratio = sum(t.nbytes for t in state.values()) / about["payload_bytes"]
         log.event("export", f"""Serialized model: {len(floats)} bytes

@@ -283,12 +283,15 @@ def test_while_ranks_wait_the_first_rounds_with_all_cores(tmp_path, monkeypatch)
     trainer = TimedTrainer(ranks, None, out_dir=".")
     validation = types.SimpleNamespace(score=lambda model: {"val_loss": 1.0, "val_bpb": 1.0}, label="")
     monkeypatch.setattr(train_gpt, "pack", lambda *arguments: (threads.append(torch.get_num_threads()), pack(*arguments))[1])
-    monkeypatch.setattr(train_gpt.dist, "broadcast", lambda *_: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     before = torch.get_num_threads()
-    for ranks.world_size in (1, 2):
-        train_gpt.export(trainer, None, validation, train_gpt.RunLog("export", "", is_main=True))
-    assert threads == [before, 3] and torch.get_num_threads() == before
+    try:
+        for kind in ("cpu", "cuda"):
+            ranks.device = torch.device(kind)
+            train_gpt.export(trainer, None, validation, train_gpt.RunLog("export", "", is_main=True))
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [before, 3]
 
 
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):

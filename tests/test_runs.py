@@ -114,6 +114,20 @@ def test_more_ranks_than_gpus_is_a_sentence(monkeypatch):
         train_gpt.start_ranks(tiny_config(device="auto"))
 
 
+@pytest.mark.parametrize("device, variables, is_refused", [
+    ("auto", {}, True), ("cpu", {}, False), ("auto", {"CUDA_VISIBLE_DEVICES": ""}, False)])
+def test_a_gpu_that_pytorch_cannot_use_is_a_sentence(monkeypatch, device, variables, is_refused):
+    """Its driver is too old, or PyTorch is a build for CPUs: the run would be a hundred times slower without a word."""
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "GPU 0: Tesla T4 (UUID: GPU-1)")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    if is_refused:
+        with pytest.raises(ValueError, match="cannot use the GPU here: .* set DEVICE=cpu"):
+            train_gpt.start_ranks(tiny_config(device=device))
+    else:
+        assert train_gpt.start_ranks(tiny_config(device=device)).device.type == "cpu"
+
+
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
