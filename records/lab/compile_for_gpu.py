@@ -3,14 +3,17 @@
     python records/lab/compile_for_gpu.py                           every case
     python records/lab/compile_for_gpu.py default-4096 NUM_LAYERS=2    one case, with another setting
 
-It needs a CUDA build of PyTorch 2.14.1 (5.5 GB in a virtual environment of its own), but no driver. It traces forward and
-backward of one micro-batch with fake tensors and lowers them for compute capability 9.0. Attention is an opaque kernel in the
-graph, as PyTorch's attention kernels are to Inductor. Nothing is executed: this shows what the graph reads and writes, not that
-its results are right. The milliseconds are calculated from the rates below.
+It needs PyTorch 2.13.0, of which the build for CPUs will do, and `pip install triton==3.7.1` (0.7 GB). It traces forward and
+backward of one micro-batch with fake tensors and lowers them for compute capability 9.0, as one graph. Attention is an opaque
+kernel in the graph, as PyTorch's attention kernels are to Inductor. Nothing is executed: this shows what the graph reads and
+writes, not that its results are right. The milliseconds are calculated from the rates below.
 """
 
 import argparse
 import collections
+import ctypes
+import importlib.util
+import json
 import math
 import os
 import re
@@ -26,11 +29,13 @@ sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 
 PRESETS = ROOT / "records" / "presets"
-TORCH = "2.14.1"  # Inductor's interfaces change with each release
+TORCH = "2.13.0"  # Inductor's interfaces change with each release
 CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
     "default-4096": (12, ""),
     "preset-8gpu": (48, f"@{PRESETS}/h100_8gpu_16mb.env"),
+    "preset-8gpu-until-LOOP_AT": (48, f"@{PRESETS}/h100_8gpu_16mb.env NUM_LOOPS=0"),
     "preset-1gpu": (8, f"@{PRESETS}/h100_1gpu_16mb.env"),
+    "124M": (8, "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 TRAIN_SEQ_LEN=1024"),
 }
 # What kernels reach on an H100, in FLOP/s, bytes/s and seconds a launch; those of attention are measured. With these, a step of
 # one rank of eight takes 37.2 ms at the defaults and 90.5 with preset-8gpu and NUM_LOOPS=0 LANES=0; without transfers, 36.2 and
@@ -52,6 +57,11 @@ class Planned(Exception):
 def pretend_to_have_an_h100() -> None:
     """Answer what Inductor and Triton ask of the device and its driver before they compile, in this process."""
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    # A build for CPUs has no C++ object that keeps track of the current CUDA device. That of the meta device does nothing.
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14  # c10::DeviceType
+    guards[cuda] = guards[meta]
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime import triton_helpers
@@ -235,14 +245,15 @@ def count(plans: dict[bool, list[tuple[str, int, float]]]) -> dict[str, float]:
 
 def missing() -> str:
     """Why this machine cannot compile for a GPU; "" if it can."""
-    fits = torch.version.cuda and torch.__version__.split("+")[0] == TORCH
-    return "" if fits else (f"PyTorch {torch.__version__} is not the CUDA build of {TORCH}; in a virtual environment of its own, "
-                            f"pip install torch=={TORCH} numpy sentencepiece tiktoken")
+    if torch.__version__.split("+")[0] != TORCH or sys.platform != "linux":
+        return f"PyTorch {torch.__version__} on {sys.platform} is not {TORCH} on Linux"
+    return "" if importlib.util.find_spec("triton") else "there is no triton package: pip install triton==3.7.1"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="CASE or NAME=value", help=", ".join(CASES))
+    parser.add_argument("--json", action="store_true", help="print what tests/kernels.json holds")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"compile_for_gpu.py: {reason}")
@@ -252,11 +263,16 @@ def main() -> None:
         sys.exit(f"compile_for_gpu.py: {', '.join(unknown)} is not a case; the cases are {', '.join(CASES)}")
     pretend_to_have_an_h100()
     define_attention()
+    counts_of = {}
     for name in names:
         torch.compiler.reset()
         rows, settings = CASES[name]
         config, _ = train_gpt.load_config([*settings.split(), *extra, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
-        print(name, *(f"{key}: {value}" for key, value in count(plan(config, rows)).items()), sep="\n    ", flush=True)
+        counts = counts_of[name] = count(plan(config, rows))
+        if not options.json:
+            print(name, *(f"{key}: {value}" for key, value in counts.items()), sep="\n    ", flush=True)
+    if options.json:
+        print(json.dumps(counts_of, indent=1))
 
 
 if __name__ == "__main__":
