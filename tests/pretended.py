@@ -11,16 +11,15 @@ operations such as aten::mul. A `TorchDispatchMode` is handed each of them, with
 It counts how often the host waits for the device, and the graphs that torch.compile would make; nothing is compiled. Gloo moves
 what NCCL would. It cannot see kernels and their rounding, memory, time, races between streams, or NCCL itself.
 """
-
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend  # of PyTorch 2.10
@@ -89,7 +88,6 @@ class Card(TorchDispatchMode):
         self.waits += is_sent or (is_read and bool(on_card))
         if "mm" in name and on_card:
             self.products.add(str(on_card[0].dtype))
-
         host_args, host_kwargs = tree_map_only(OnCard, lambda t: t.content, (args, kwargs))
         if host_kwargs.get("device"):
             host_kwargs["device"] = torch.device("cpu")
@@ -116,7 +114,7 @@ class Card(TorchDispatchMode):
 
     def patches(self):
         """What replaces what, as (owner, name, value)."""
-        plain_tensor, plain_to, plain_start = torch.tensor, torch.Tensor.to, dist.init_process_group
+        plain_tensor, plain_to, plain_start = torch.tensor, torch.Tensor.to, torch.distributed.init_process_group
         plain_attention = torch.nn.functional.scaled_dot_product_attention
 
         def attention(q, k, v, **options):  # refuses what no enabled kernel can do, as PyTorch's sdp_utils.cpp
@@ -152,17 +150,18 @@ class Card(TorchDispatchMode):
 
         is_cuda, properties = self.kind == "cuda", SimpleNamespace(major=self.capability[0], total_memory=self.memory)
         answers = {"is_available": is_cuda, "device_count": self.count * is_cuda, "get_device_capability": self.capability,
-                   "get_device_properties": properties, "get_device_name": "pretended", "max_memory_allocated": 0, "_lazy_init": None}
+                   "get_device_properties": properties, "get_device_name": "pretended", "max_memory_allocated": 0, "_lazy_init": None,
+                   "is_current_stream_capturing": False}
         return [
             *((torch.cuda, name, Mock(return_value=value)) for name, value in answers.items()),
             (torch.cuda, "current_device", lambda: self.index), (torch.version, "cuda", "13.0" if is_cuda else None),
             (torch.cuda, "set_device", lambda index: setattr(self, "index", index)),
-            (torch.backends.mps, "is_available", lambda: not is_cuda), (torch.backends.cudnn, "version", lambda: 91900),
+            (torch.backends.mps, "is_available", cache(lambda: not is_cuda)), (torch.backends.cudnn, "version", lambda: 91900),
             (torch.accelerator, "synchronize", lambda: setattr(self, "waits", self.waits + 1)),
             (torch.Tensor, "pin_memory", pin), (torch.Tensor, "is_pinned", lambda tensor: hasattr(tensor, "pinned")),
             (torch.nn.Module, "compile", lambda module, **_: module.register_forward_pre_hook(note_graph)),
             (torch.nn.functional, "scaled_dot_product_attention", attention),
-            (dist, "init_process_group", start), (torch.Tensor, "to", to),
+            (torch.distributed, "init_process_group", start), (torch.Tensor, "to", to),
             (torch, "tensor", lambda data, device=None, **options: plain_tensor(data, **options).to(device))]  # for the mode
 
 
