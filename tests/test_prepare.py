@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import os
 import sys
@@ -50,7 +51,7 @@ def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_
     data = path.read_bytes()
     for damaged in (data[:-40], data[:200] + bytes(50) + data[250:]):
         path.write_bytes(damaged)
-        with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line .* has no UTF-8 text| cannot be read: )"):
+        with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line .* is not JSON| cannot be read: )"):
             make(monkeypatch, tmp_path / "damaged", path)
 
 
@@ -59,7 +60,7 @@ def test_parquet_files(tmp_path, monkeypatch):
     from pyarrow import parquet
     texts, path = [f"document {i}" for i in range(3000)], tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": texts, "url": texts}), path)
-    with pytest.raises(SystemExit, match="a.parquet with columns .'body', 'url'., row 1 has no UTF-8 text under 'text'"):
+    with pytest.raises(SystemExit, match="a.parquet, row 1 has no text under 'text': it has 'body', 'url'; --text-key"):
         make(monkeypatch, tmp_path / "out", path)
     make(monkeypatch, tmp_path / "out", tmp_path, "--val-docs", 3, "--text-key", "body")
     assert all_documents(tmp_path / "out") == texts
@@ -73,7 +74,8 @@ def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
         assert (name, configuration, split, streaming) == ("me/texts", "large", "test", True)
         return ({"body": f"row {i}"} for i in range(10**9))
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(
+        load_dataset=load_dataset, get_dataset_split_names=lambda *_: ["train", "validation"]))
     source = "hf://me/texts/large:test"
     make(monkeypatch, tmp_path / "out", source, "--text-key", "body", "--max-docs", 30, "--val-docs", 2)
     assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(30)]
@@ -86,10 +88,10 @@ def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_pat
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with the mark that Windows puts before UTF-8
     make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1)
     monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 1 << 14)  # so that a long line of .jsonl is cut in the same places
-    make(monkeypatch, tmp_path / "lines", write_jsonl(tmp_path / "a.jsonl", ["", text, "train"]), "--val-docs", 2)
+    make(monkeypatch, tmp_path / "lines", write_jsonl(tmp_path / "a.jsonl", ["v", text, "train"]), "--val-docs", 2)
     parts = all_documents(tmp_path / "out")
     assert "".join(parts) == text and [len(part) for part in parts[:2]] == sizes
-    assert all_documents(tmp_path / "lines") == ["", *parts, "train"]
+    assert all_documents(tmp_path / "lines") == ["v", *parts, "train"]
 
 
 def test_documents_between_separators(tmp_path, monkeypatch):
@@ -129,8 +131,13 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3 has no UTF-8 text under 'text'; --text-key"),
-    ("a.jsonl", b'["text"]\n', "line 1 "), ("a.jsonl", b"[" * 10**5, "line 1 "),
+    ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3 has a value of type int under 'text', not text; --text-key"),
+    ("a.jsonl", b'{"text": null}\n', "line 1 has null under 'text'"), ("a.jsonl", b'{"body": "b"}\n', "line 1 .*it has 'body'; --text-key"),
+    ("a.jsonl", b'{"text":\n', "line 1 is not JSON, with one object a line"),
+    ("a.jsonl", b'["text"]\n', "line 1 is a JSON list, not an object"), ("a.jsonl", b"[" * 10**5, "line 1 is not JSON"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "b"}]}\n', "line 1 has no text under 'text': it is a chat: write the turns"),
+    ("a.json", b'[{"text": "a"}, {"text": [1]}]', "object 2 has a value of type list"), ("a.csv", b"id,body\n1,b\n", "row 1 .*it has 'id', 'body'"),
+    ("a.csv", b"id,text\n1\n", "row 1 has too few columns"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: convert it"),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
@@ -143,6 +150,121 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, c
     make(monkeypatch, tmp_path / "out", good, tmp_path / name, "--val-docs", 1, "--skip-bad")
     assert all_documents(tmp_path / "out") == ["one", "two", "a"][:3 if b'"a"' in content else 2]
     assert "left out 1 documents that cannot be read; the first: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, content, key", [
+    ("a.json", '[{"text": "one, \\"two\\""}, {"text": "b"}]', "text"), ("a.json", '\n{"text": "one, \\"two\\""}\n{"text": "b"}\n', "text"),
+    ("a.json", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}\n]\n', "text"),
+    ("a.csv", '\ufeffid,text\r\n1,"one, ""two"""\r\n2,b\r\n', "text"), ("a.tsv", 'id\tbody\n1\tone, "two"\n2\tb\n', "body"),
+    ("a.jsonl", '{"doc": {"body": "one, \\"two\\""}}\n{"doc": {"body": "b"}}\n', "doc.body"),
+    ("a.jsonl", '{"a.b": ["one, \\"two\\""]}\n{"a.b": "b"}\n', "a.b")])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_structured_files_are_read_by_their_structure(tmp_path, monkeypatch, name, content, key, pack):
+    path = tmp_path / (name if pack is bytes else f"{name}.gz")
+    path.write_bytes(pack(content.encode()))
+    make(monkeypatch, tmp_path / "out", path, "--val-docs", 1, "--text-key", key)
+    assert all_documents(tmp_path / "out") == ['one, "two"', "b"]
+
+
+def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.json").write_text('[{"text": ["one", "two"]}, {"text": "b"}, {"text": " \\n"}, {"text": ""}]')
+    for name in ("x.html", "y.ipynb", "z.XML.gz"):
+        (folder / name).write_text("<p>text</p>")
+    (folder / "settings.json").write_text('{"indent": 2}')
+    (folder / "numbers.csv").write_text("a,b\n1,2\n")
+    make(monkeypatch, tmp_path / "out", folder, "--val-docs", 1)
+    assert all_documents(tmp_path / "out") == ["one\ntwo", "b"]
+    output = capsys.readouterr().out
+    assert "left out 2 documents without text" in output and all(part in output for part in (
+        "1 .html", "1 .ipynb", "1 .gz", "1 .json without 'text'", "1 .csv without 'text'"))
+
+
+@pytest.mark.parametrize("names, val, train", [
+    (["train.jsonl", "validation.jsonl", "test.jsonl"], ["validation.jsonl"], ["train.jsonl"]),
+    (["train/a.txt", "dev/b.txt", "test/c.txt", "d.txt"], ["dev/b.txt"], ["train/a.txt", "d.txt"]),
+    (["c4-train.00000-of-00002.json.gz", "c4-validation.00000-of-00001.json.gz"], ["c4-validation.00000-of-00001.json.gz"],
+     ["c4-train.00000-of-00002.json.gz"]),
+    (["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"], ["wiki.valid.tokens"], ["wiki.train.tokens"])])
+@pytest.mark.parametrize("apart", [False, True])
+def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch, capsys, names, val, train, apart):
+    folder = tmp_path / "texts"
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = name if ".json" not in name else f'{{"text": "{name}"}}'
+        path.write_bytes((gzip.compress if name.endswith(".gz") else bytes)(text.encode()))
+    make(monkeypatch, tmp_path / "out", *([folder / name.split("/")[0] for name in names] if apart else [folder]))
+    assert documents(tmp_path / "out", "val") == val and sorted(documents(tmp_path / "out", "train")) == sorted(train)
+    output = capsys.readouterr().out
+    assert "validation split: 1 files, chosen by name" in output and ("1 named test" in output) == any("test" in n for n in names)
+    make(monkeypatch, tmp_path / "all", folder, "--val-docs", 1)
+    assert sorted(all_documents(tmp_path / "all")) == sorted(names)
+    assert "files are named validation or test, but were read like the others" in capsys.readouterr().out
+
+
+def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeypatch, capsys):
+    """A folder of code; and a limit of documents is one of the training text."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for name in ("train.py", "val.py", "model.py", "server_test.go"):
+        (folder / name).write_text(f"{name} " * (99 if name == "model.py" else 1))
+    make(monkeypatch, tmp_path / "out", folder, "--val-docs", 1)
+    splits = make(monkeypatch, tmp_path / "hashed", folder)["splits"]
+    assert splits["train"]["documents"] + splits["val"]["documents"] == 4
+    assert "2 files are named validation or test, but were read" in capsys.readouterr().out
+    write_jsonl(tmp_path / "train.jsonl", [f"training {i}" for i in range(50)])
+    write_jsonl(tmp_path / "val.jsonl", [f"validation {i}" for i in range(20)])
+    sets = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
+    splits = make(monkeypatch, tmp_path / "limited", *sets, "--max-docs", 10)["splits"]
+    assert (splits["train"]["documents"], splits["val"]["documents"]) == (10, 20)
+    make(monkeypatch, tmp_path / "fraction", *sets, "--val-fraction", 0.3)
+    assert any(text.startswith("training") for text in documents(tmp_path / "fraction", "val"))  # what is asked for wins over names
+
+
+@pytest.mark.parametrize("name, split", [("train-journey.txt", ""), ("contest.txt", ""), ("tests/a.py", ""), ("test_utils.py", ""),
+                                         ("my_val.txt", "val"), ("a/Test/b.txt", "test"), ("x-train-0001.jsonl.zst", "train"),
+                                         ("validation-00000-of-00001-a09b74b3ef9c.parquet", "val"), ("news.test", "test"),
+                                         ("train_v2.jsonl.gz", "train"), ("train/bar_test.txt", "train")])
+def test_a_name_says_its_split_only_by_a_whole_word_at_its_end(name, split):
+    assert sources.split_of(name) == split
+
+
+@pytest.mark.parametrize("documents_of", [1, 2, 3, 20])
+def test_a_small_text_has_documents_in_both_splits(tmp_path, monkeypatch, documents_of):
+    for number in range(12):  # other texts have other hashes
+        texts = [f"{number} {i} " + "some words of a text\n" * 9 for i in range(documents_of)]
+        (tmp_path / "a.txt").write_text("\n\n\n".join(texts))
+        out = tmp_path / f"out{number}"
+        splits = make(monkeypatch, out, tmp_path / "a.txt", "--separator", r"\n\n\n")["splits"]
+        assert splits["val"]["documents"] and splits["train"]["documents"]
+        assert splits["train"]["bytes"] >= splits["val"]["bytes"]
+        if documents_of == 1:
+            assert (documents(out, "train") + documents(out, "val"))[0].endswith("\n")  # cut at a line end
+            assert "".join(documents(out, "train") + documents(out, "val")) == texts[0].strip("\n")
+
+
+def test_a_separator_that_does_not_occur_is_said_and_costs_no_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "BLOCK_CHARS", 1 << 10)
+    text = "".join(f"line {i}\n" for i in range(5000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text[:9000] + "\n--\n" + text[9000:])
+    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--separator", r"\n--\n")
+    assert f"warning: --separator '\\n--\\n' does not occur in {tmp_path / 'a.txt'}\n" in capsys.readouterr().out
+    parts = list(sources.cut_at(io.StringIO(text), "--", lambda: None))
+    assert max(map(len, parts)) < 6 << 10 and "\n".join(parts) == text.rstrip("\n")
+    make(monkeypatch, tmp_path / "both", tmp_path / "b.txt", "--separator", r"\n--\n")
+    assert "does not occur" not in capsys.readouterr().out
+
+
+def test_a_python_without_lzma_reads_other_files(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text of a file, which is cut in two"))
+    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt.gz")
+    (tmp_path / "b.txt.xz").write_bytes(b"")
+    with pytest.raises(SystemExit, match="lzma"):
+        make(monkeypatch, tmp_path / "new", tmp_path / "b.txt.xz")
 
 
 def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
@@ -181,20 +303,21 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
 
 
 @pytest.mark.parametrize("arguments, wanted", [
-    ([], "there is no text in SOURCE"), (["empty.txt"], "there is no text in SOURCE"), (["none.jsonl"], "none.jsonl' must be a file"),
+    ([], "there is no text in no SOURCE"), (["empty.txt"], "there is no text in \\['empty.txt'\\]"), (["none.jsonl"], "none.jsonl' must be a file"),
     (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
-    (["a.jsonl"], "none of the 4 documents .* val split"),
+    (["page.html"], "page.html' is markup: the model would learn the tags"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' only decodes"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
-    (["a.jsonl", "--out", "full"], "full' is not empty"),
+    (["a.jsonl", "--out", "full"], "full' is not an empty folder"),
 ])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     (tmp_path / "bad.json").write_text('{"kind": "table", "bos": 1, "tokens": ["a"]}')
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "page.html").write_text("<p>text</p>")
     (tmp_path / "full" / "mine").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):
