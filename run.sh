@@ -6,7 +6,8 @@
 # PYTHON names the interpreter that makes .venv.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
-cd "$(dirname "$0")"
+called_from=$PWD
+CDPATH='' cd -- "$(dirname -- "$0")"
 if [[ ${1:-} = --help || ${1:-} = -h ]]; then
   sed -n '2,6s/^# //p' run.sh
   exit
@@ -37,6 +38,8 @@ install() {  # a requirements file, once for each content of it
   elif [ -e "$stamp" ]; then
     return
   fi
+  .venv/bin/python -c 'import pip' 2> /dev/null ||
+    fail "this .venv has no pip: run .venv/bin/python -m ensurepip, or delete .venv"
   echo "installing $1 into .venv"
   pip=(.venv/bin/python -m pip install -q --disable-pip-version-check)
   if [ "$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi > /dev/null; then  # the usual build has gigabytes of CUDA
@@ -57,12 +60,17 @@ fi
 
 preset=
 settings=()
-tokenizer=sp1024  # of the speeches
+tokenizer=sp1024  # of FineWeb, without a preset
+
+use_preset() {  # NAME
+  preset=records/presets/$1.env
+  [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
+  tokenizer=$(sed -n 's/^# tokenizer: //p' "$preset" | grep .) || fail "$preset has no line like '# tokenizer: sp1024'"
+}
+
 while [ $# -gt 0 ]; do
   if [ "$1" = --preset ]; then
-    preset=records/presets/${2:-}.env
-    [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
-    tokenizer=$(sed -n 's/^# tokenizer: //p' "$preset" | grep .) || fail "$preset has no line like '# tokenizer: sp1024'"
+    use_preset "${2:-}"
     shift
   elif [[ $1 = [!-]*=* ]]; then
     settings+=("$1")
@@ -74,6 +82,10 @@ done
 set -- ${settings[@]+"${settings[@]}"}
 install requirements.txt
 given=" $* "
+data=$(sed -n 's/.* DATA_PATH=\([^ ]*\) .*/\1/p' <<< "$given")
+data=${data:-${DATA_PATH-}}
+[[ -z $data || -e $data || ! -e $called_from/$data ]] ||
+  fail "DATA_PATH=$data does not exist in $PWD; you may mean DATA_PATH=$called_from/$data"
 arguments=()
 
 device=$(sed -n 's/.* DEVICE=\([A-Za-z]*\) .*/\1/p' <<< "$given")
@@ -82,6 +94,10 @@ gpus=0
 [ "$device" = cpu ] || gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus$device${CUDA_VISIBLE_DEVICES+hidden}" = 0 ] && timeout 20 nvidia-smi -L 2> /dev/null | grep -q '^GPU 0'; then
   fail "PyTorch cannot use this machine's GPUs: install a build for their driver into .venv (see pytorch.org), or set DEVICE=cpu"
+fi
+if [[ -z $preset && $gpus -eq 0 ]]; then
+  use_preset quick
+  [ ! -e data/datasets/fineweb10B_sp1024 ] || tokenizer=sp1024  # FineWeb is there
 fi
 
 default() {  # NAME=value words, unless the environment or the command line has another value
@@ -113,10 +129,6 @@ fi
 
 if [ -n "$preset" ]; then
   arguments+=("@$preset")
-elif [ "$gpus" -eq 0 ]; then  # a small model, for two minutes
-  default NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=8192 \
-    VAL_BATCH_SIZE=65536 MAX_WALLCLOCK_SECONDS=120 WARMUP_STEPS=2 WARMDOWN_ITERS=80 VAL_LOSS_EVERY=100 \
-    TRAIN_LOG_EVERY=10 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_STEPS=50
 fi
 if [[ $PWD == *" "* ]]; then  # PyTorch does not quote its paths for the compiler
   default COMPILE=0

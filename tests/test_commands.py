@@ -173,6 +173,24 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
     assert not (checkout / ".venv").exists()
 
 
+def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
+    make_shards(checkout / "data")
+    other = checkout / "other"
+    (other / "mine").mkdir(parents=True)
+    (other / "copy").mkdir()
+    shutil.copy(checkout / "run.sh", other / "copy")
+    result = shell(checkout, "-c", "cd other; ../run.sh DATA_PATH=mine")
+    assert result.returncode == 1 and f"run.sh: DATA_PATH=mine does not exist in {checkout}; you may mean" in result.stderr
+    (checkout / "elsewhere" / "copy").mkdir(parents=True)  # bash -x tells where it goes
+    result = shell(checkout, "-c", "cd other; CDPATH=$PWD/../elsewhere bash -x copy/run.sh --preset x")
+    assert "there is no records/presets/x.env" in result.stderr and "elsewhere/copy" not in result.stdout
+    for stamp in (checkout / ".venv").glob("installed-*"):
+        stamp.unlink()
+    stand_in(checkout, "python", '[[ "$*" != *pip* ]]')  # as uv makes it
+    result = shell(checkout, "run.sh")
+    assert result.stderr == "run.sh: this .venv has no pip: run .venv/bin/python -m ensurepip, or delete .venv\n"
+
+
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     stand_in(checkout, "python", """case "$*" in
 *device_count*) echo 2 ;;
@@ -190,6 +208,19 @@ esac""")
     assert "MAX_WALLCLOCK_SECONDS" not in names  # not the quick start's 120
     result = shell(checkout, "run.sh", "--preset", "cpu_1mb", "DEVICE=auto")
     assert "torch.distributed.run" in result.stdout and "DATA_PATH=data/datasets/sotu_caseops2048 " in result.stdout
+
+
+def test_run_sh_takes_the_quick_preset_where_there_is_no_gpu(checkout):
+    stand_in(checkout, "python", """case "$*" in
+*device_count*) echo 0 ;;
+*prepare.py*) mkdir -p data/datasets/sotu_caseops2048; touch data/datasets/sotu_caseops2048/manifest.json; echo "$*" ;;
+*) touch logs/x.txt ;;
+esac""")
+    result = shell(checkout, "run.sh", "NUM_LAYERS=2")
+    assert "data/prepare.py sotu --tokenizer caseops2048 --out data/datasets/sotu_caseops2048" in result.stdout, result.stderr
+    assert " DATA_PATH=data/datasets/sotu_caseops2048 @records/presets/quick.env RUN_ID=" in result.stdout
+    config, _ = train_gpt.load_config([f"@{REPOSITORY}/records/presets/quick.env", "DATA_PATH=mine", "MODEL_DIM=96"], {})
+    assert config.vocab_size == train_gpt.Config.vocab_size  # a preset for any text leaves this to its manifest
 
 
 def test_run_sh_does_not_train_on_the_cpu_of_a_machine_whose_gpus_pytorch_cannot_use(checkout):
