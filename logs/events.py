@@ -15,7 +15,8 @@ from pathlib import Path
 RULE = "=" * 100  # divides source, machine and lines in a text log
 # Settings that do not change what is trained, so that the seeds of a record may differ in them.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "KEEP_CHECKPOINTS"}
-MANY_EPOCHS, LARGE_GAP = 4, 1.0  # nats: a model that reads a small text often learns it by heart
+MANY_EPOCHS = 4  # readings of a text, after which a model may begin to learn it by heart
+RISE, GAP = 0.01, 1.0  # nats: of the validation loss above its lowest, and above the training loss
 
 
 def find_log(name: str) -> Path:
@@ -55,23 +56,44 @@ def read_history(path: Path) -> list[dict]:
     return events
 
 
+def warn_of_overfitting(events: list[dict]) -> str:
+    """Return a line that begins with a line end if the text was read many times and validation rose or stopped falling, or
+    is far above training; else "". The last validation is that of the average, if there is one. The rounded artifact is not
+    compared: its score is always a little higher."""
+    train = next((event for event in reversed(events) if event["event"] == "train"), None)
+    scores = [event for event in events if event["event"] == "val" and event["val_loss"] is not None]
+    learns_one_batch = events[0].get("config", {}).get("OVERFIT")  # on purpose
+    if not train or not scores or train["epoch"] <= MANY_EPOCHS or learns_one_batch:
+        return ""
+    last, best = scores[-1]["val_loss"], min(scores, key=lambda event: event["val_loss"])
+    before = [event["val_loss"] for event in scores if event["step"] <= 0.8 * scores[-1]["step"]]
+    read = f"\nwarning: the training text was read {train['epoch']:.0f} times"
+    advice = "use more text, a shorter run or a smaller model"
+    if last > best["val_loss"] + RISE:
+        return (f"{read}. Validation loss was lowest at step {best['step']:,} ({best['val_loss']:.2f} nats) and has risen to "
+                f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text; {advice}")
+    if before and last > min(before) - RISE:
+        step = next(event["step"] for event in scores if event["val_loss"] <= last + RISE)
+        return f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; {advice}"
+    if last > train["train_loss"] + GAP:
+        return (f"{read}. Training loss is {train['train_loss']:.2f} nats and validation loss {last:.2f}: the model has memorized "
+                f"much of the text; {advice}")
+    return ""
+
+
 def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
     latest = {event["event"]: event for event in read_events(log)}
     folder = Path(latest["config"]["config"]["OUT_DIR"])
     if "final" not in latest:
         return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
-    final, export, train = latest["final"], latest.get("export"), latest.get("train")
+    final, export = latest["final"], latest.get("export")
     run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
-    warning = ""
-    if train and train["epoch"] > MANY_EPOCHS and final["val_loss"] > train["train_loss"] + LARGE_GAP:
-        warning = (f"\nwarning: it read its text {train['epoch']:.0f} times and knows it far better than other text ("
-                   f"{train['train_loss']:.2f} and {final['val_loss']:.2f} nats per token): use more text or fewer steps")
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warning}
+{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warn_of_overfitting(read_history(log))}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      .venv/bin/python logs/sample.py {run} --interactive

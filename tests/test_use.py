@@ -167,14 +167,22 @@ def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, argume
         call(script, *arguments)
 
 
-@pytest.mark.parametrize("epoch, loss, warns", [(8.0, 4.6, True), (3.0, 4.6, False), (8.0, 2.0, False)])
-def test_a_text_that_was_learnt_by_heart_is_a_warning(tmp_path, epoch, loss, warns):
-    log = tmp_path / "mine.jsonl"
-    found = [dict(event="config", config={"OUT_DIR": "x"}), dict(event="train", epoch=epoch, train_loss=1.5),
-             dict(event="val", train_time_ms=9.0), dict(event="export", artifact_bytes=1, code_bytes=1),
-             dict(event="final", step=9, val_loss=loss, val_bpb=1.0)]
-    log.write_text("\n".join(map(json.dumps, found)))
-    assert ("use more text or fewer steps" in events.summarize(log)) == warns
+@pytest.mark.parametrize("epoch, trained, losses, says", [
+    (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "read 9 times. Validation loss was lowest at step 30 (2.60 nats) and has risen to 3.10"),
+    (9.0, 2.5, [3.5, 3.0, 2.6, 2.605, 2.601], "stopped falling at about step 30 of 50"),
+    (9.0, 2.5, [3.5, 3.0, 2.6, 2.598, 2.595], "stopped falling at about step 30 of 50"),
+    (9.0, 1.0, [3.5, 3.0, 2.8, 2.5, 2.4], "Training loss is 1.00 nats and validation loss 2.40: the model has memorized"),
+    (9.0, 2.0, [3.5, 3.0, 2.8, 2.5, 2.4], ""), (9.0, 2.0, [2.4], ""), (9.0, 2.0, [], ""),
+    (3.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "")])  # more than once, but too few readings to be the reason
+def test_a_text_that_is_learnt_by_heart_is_a_warning(epoch, trained, losses, says):
+    found = [dict(event="val", step=10 * (i + 1), val_loss=loss) for i, loss in enumerate(losses)]
+    warning = events.warn_of_overfitting([dict(event="config"), *found, dict(event="train", epoch=epoch, train_loss=trained)])
+    assert says in warning and bool(warning) == bool(says)
+
+
+def test_no_record_is_said_to_know_its_text_by_heart():
+    logs = [*(REPOSITORY / "records").glob("track_*/*/*.jsonl")]
+    assert len(logs) >= 9 and [log for log in logs if events.warn_of_overfitting(events.read_events(log))] == []
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
