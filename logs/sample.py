@@ -1,6 +1,6 @@
 """Generate text with a trained model.
 
-    python logs/sample.py --prompt "Fellow citizens," --samples 3     with the newest model in logs/
+    python logs/sample.py --prompt "Fellow citizens," --samples 3     with the model of the last run
     python logs/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
@@ -9,6 +9,7 @@ NUM_HEADS=4 TOKENIZER_PATH=... (see the config event in the .jsonl log).
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,18 +28,33 @@ from events import read_events  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 
+def newest_models() -> Iterator[Path]:
+    """Yield the artifacts of the runs that ended, by the times of their logs, the newest first: a copied file has another time."""
+    for log in sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True):
+        with suppress(ValueError, LookupError, TypeError, OSError):
+            latest = {event["event"]: event for event in read_events(log)}
+            path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
+            if "final" in latest and sha256(path.read_bytes()).hexdigest() == latest["export"]["artifact_sha256"]:
+                yield path
+
+
 def find_model(name: str) -> Path:
-    """Return the file `name`, or the artifact of the run `name`, or with "" the newest one in logs/. Raises ValueError."""
+    """Return the file `name`, or the artifact of the run `name`, or with "" that of the last run that ended. Raises
+    ValueError."""
     found = sorted(Path("logs").glob(f"*/{train_gpt.MODEL_FILE}"), key=lambda path: path.stat().st_mtime)
     path, log = Path(name), Path("logs", f"{name}.jsonl")
-    if not name and found:
-        path = found[-1]
+    if not name:
+        path = next(newest_models(), found[-1] if found else path)
+    elif not path.is_file() and not log.is_file() and Path("logs", name, train_gpt.MODEL_FILE).is_file():
+        path = Path("logs", name, train_gpt.MODEL_FILE)  # a copied folder, without its log
     elif not path.is_file() and log.is_file():
         latest = {event["event"]: event for event in read_events(log)}
         path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
         wanted = latest.get("export", {}).get("artifact_sha256")
         if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
             raise ValueError(f"{path} is the model of a later run with the same OUT_DIR, not of {name}")
+    if not name and not path.is_file():
+        raise ValueError("there is no model in logs/ yet")
     if not path.is_file():
         runs = ", ".join(path.parent.name for path in found) or "none"
         raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; there are: {runs}")
@@ -132,7 +148,7 @@ def ask() -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="", help="artifact, state dict or RUN_ID (default: the newest in logs/)")
+    parser.add_argument("model", nargs="?", default="", help="artifact, state dict or RUN_ID (default: the last run)")
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
@@ -145,11 +161,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
     options = parser.parse_intermixed_args()
-    if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
+    if not 0 <= options.temperature < math.inf or options.top_k < 0 or not 0 < options.top_p <= 1:
         parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters
     try:
         path = find_model(options.model)
+        if not options.model:
+            print(f"the model is {path}", file=sys.stderr)
         model = load(path, options.settings)
         tokenizer = find_tokenizer(model, path, options.tokenizer)
         if tokenizer.kind == "table" and (options.prompt or options.interactive):

@@ -78,7 +78,8 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
 
 
 def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
-    """In the OUT_DIR that the log names, unless that has the model of another run; without a name, the newest in logs/."""
+    """In the OUT_DIR that the log names, unless that has the model of another run; without a name, that of the last run that
+    ended, or the newest in logs/."""
     folder, _ = trained
     monkeypatch.chdir(folder)
     assert sample.find_model("run").samefile(folder / "final_model.int8.ptz")
@@ -89,10 +90,17 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
         model.write_bytes(b"another model")
         os.utime(model, (time_s, time_s))
     assert sample.find_model("").parent.name == "new"
+    assert sample.find_model("old").parent.name == "old"  # a copied folder has no log
     log = (folder / "logs" / "run.jsonl").read_text()
     (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
     with pytest.raises(ValueError, match="is the model of a later run with the same OUT_DIR, not of new"):
         sample.find_model("new")
+    (tmp_path / "logs" / "last.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "elsewhere"'))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(folder / "final_model.int8.ptz", tmp_path / "elsewhere")
+    os.utime(tmp_path / "elsewhere" / "final_model.int8.ptz", (0, 0))
+    (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0] + "\n")
+    assert sample.find_model("").parent.name == "elsewhere"
     (tmp_path / "logs" / "wd0.05.jsonl").write_text(log)
     model = train_gpt.GPT(tiny_config(tokenizer_path="/gone/tokenizer.model"))  # its name alone is in an artifact
     assert sample.find_tokenizer(model, tmp_path / "logs" / "wd0.05" / "final_model.pt").vocab_size == 260
