@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,8 +78,15 @@ def main() -> None:
         model = load(path, options.settings)
         if missing := [package for package in ("safetensors", "transformers") if not find_spec(package)]:
             raise ValueError(f"{' and '.join(missing)} must be installed: pip install safetensors 'transformers>=5'")
+        if int(version("transformers").split(".")[0]) < 5:
+            raise ValueError(f"transformers {version('transformers')} is too old: pip install 'transformers>=5'")
         write_folder(model, find_tokenizer(model, path, options.tokenizer), options.folder)
-        difference = compare(model, options.folder)
+        try:
+            difference = compare(model, options.folder)
+        except Exception as error:  # of any part of transformers; the folder was empty before
+            for part in options.folder.iterdir():
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+            raise ValueError(f"transformers cannot read the folder, which was emptied: {error}") from error
     except (ValueError, OSError) as error:
         sys.exit(f"export_hf.py: {error}")
     if not difference <= 1e-5:  # NaN, too

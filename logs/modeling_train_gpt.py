@@ -1,13 +1,28 @@
 """A model of train_gpt.py for transformers 5.0 or newer. The model itself is the GPT in train_gpt.py beside this file."""
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+try:
+    from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+except ImportError as error:
+    raise ImportError("this model needs transformers 5 or newer: pip install 'transformers>=5'") from error
 from transformers.modeling_outputs import CausalLMOutput
 
 from .train_gpt import GPT, load_config
 
+
+def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
+    """As the trainer's, which reads weights, but by calling the layers, so that hooks and adapters such as LoRA act."""
+    parts = [F.linear(x, layer.weight) if isinstance(layer, nn.Embedding) else layer(x) for layer in layers]
+    y = torch.cat(parts, dim=-1)
+    return y if scale is None else y * scale.to(y.dtype)
+
+
+sys.modules[GPT.__module__].linear = linear
 
 class TrainGPTConfig(PreTrainedConfig):
     """The trainer's variables that describe the model, under `variables`, and what other tools ask of a model.
@@ -63,13 +78,22 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-                logits_to_keep: int = 0, return_dict: bool = True) -> CausalLMOutput:
+                logits_to_keep: int = 0, return_dict: bool = True, use_cache: bool | None = None,
+                position_ids: Tensor | None = None, output_hidden_states: bool | None = None,
+                output_attentions: bool | None = None) -> CausalLMOutput | tuple:
         """Score the next tokens of rows. The logits are float32 (B, T or N, V), 0 for padding on the left.
 
         input_ids: int64 (B, T). attention_mask: (B, T), 0 for padding; the GPT has no mask, so rows with padding on the
         left are read one by one, without it. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the
         loss is in nats a token. logits_to_keep: only the last N logits; 0: all. If it is 1, rows may be longer than the
-        context, whose last tokens are read. Raises ValueError for rows that are too long."""
+        context, whose last tokens are read. return_dict: False for a tuple. use_cache is taken and ignored, since there is no
+        cache. Raises ValueError for rows that are too long, for positions that do not count from 0, and for outputs that
+        this model does not have."""
+        if output_hidden_states or output_attentions:
+            raise ValueError("this model returns neither hidden states nor attentions: use hooks of its layers")
+        counted = torch.arange(input_ids.size(1), device=input_ids.device)
+        if position_ids is not None and attention_mask is None and not (position_ids == counted).all():
+            raise ValueError("position_ids must be 0, 1, 2, ...: packed rows are not supported")
         context, length = self.config.max_position_embeddings, input_ids.size(1)
         if length > context and logits_to_keep != 1:
             raise ValueError(f"{length} tokens are too many: the model was trained with rows of {context}")
@@ -85,4 +109,5 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutput(loss=loss, logits=logits)
+        output = CausalLMOutput(loss=loss, logits=logits)
+        return output if return_dict is not False else output.to_tuple()

@@ -45,6 +45,12 @@ class TrainGPTTokenizer(PreTrainedTokenizer):
                     "clean_up_tokenization_spaces": False, "padding_side": "left"}
         super().__init__(tokenizer=tokenizer, **{**defaults, **kwargs})
 
+    def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        """Raises ValueError for a token that is not in the vocabulary: it would get another token's number."""
+        if unknown := [str(token) for token in new_tokens if str(token) not in self.ids]:
+            raise ValueError(f"{', '.join(unknown)} cannot be added: the vocabulary of this model is fixed")
+        return super()._add_tokens(new_tokens, special_tokens=special_tokens)
+
     @property
     def vocab_size(self) -> int:
         return self.text.vocab_size

@@ -103,6 +103,26 @@ def test_training_moves_and_saving(folders, tmp_path):
     assert load_tokenizer(tmp_path / "tuned")("fox")["input_ids"] == [1, 106, 115, 124]
 
 
+def test_what_other_tools_pass_is_taken_or_refused(folders):
+    """Trainers pass use_cache and position_ids; probes hook layers; adapters such as LoRA stand in for them."""
+    model, tokenizer = load(folders("switches")[1]), load_tokenizer(folders("switches")[1])
+    tokens = torch.randint(0, 260, (2, 32))
+    wanted = model(tokens, labels=tokens)
+    places = torch.arange(32).expand(2, 32)
+    loss, logits = model(tokens, labels=tokens, return_dict=False, use_cache=True, position_ids=places)
+    assert torch.equal(loss, wanted.loss) and torch.equal(logits, wanted.logits)
+    for wish in (dict(output_hidden_states=True), dict(position_ids=places.flip(1))):
+        with pytest.raises(ValueError, match="hooks of its layers|packed rows are not supported"):
+            model(tokens, **wish)
+    called, plain = [], model.gpt.blocks[0].mlp.fc
+    plain.register_forward_hook(lambda *_: called.append(1))
+    model.gpt.blocks[0].mlp.fc = torch.nn.Sequential(plain, torch.nn.Tanh())  # has neither weight nor gram
+    assert not torch.equal(model(tokens).logits, wanted.logits) and called
+    for add in (lambda: tokenizer.add_tokens(["<new>"]), lambda: tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})):
+        with pytest.raises(ValueError, match="cannot be added: the vocabulary of this model is fixed"):
+            add()
+
+
 @pytest.mark.parametrize("name", ["sp300", "char", "byte260"])
 def test_the_tokenizer_keeps_every_byte(tmp_path, name):
     """As the trainer's own; odd strings, and tokens that are no UTF-8."""
@@ -148,3 +168,11 @@ def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsy
     assert "read back by transformers, its logits differ by" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="is not empty"):
         export_hf.main()
+    sys.argv[2] = str(tmp_path / "new")
+    monkeypatch.setattr(export_hf, "compare", lambda *_: {}["a fault of transformers"])
+    with pytest.raises(SystemExit, match="cannot read the folder, which was emptied: 'a fault of"):
+        export_hf.main()
+    monkeypatch.setattr(export_hf, "version", lambda package: "4.57.1")
+    with pytest.raises(SystemExit, match="transformers 4.57.1 is too old"):
+        export_hf.main()
+    assert not any((tmp_path / "new").iterdir())
