@@ -4,9 +4,9 @@
     python logs/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
     python logs/plot.py records/*/*/train_seed*.jsonl          also paths of .jsonl logs
 
-Runs that differ only in SEED become one line, their mean, in a band from the smallest to the largest. Thin lines are the
-training loss of single steps, the thick ones over them their moving mean, dots validations, and stars the scores of the
-artifacts. Losses per token are only compared between runs of one vocabulary and one text.
+Runs of one script and one text that differ only in SEED become one line, their mean, in a band from the smallest to the
+largest. Thin lines are the training loss of single steps, the thick ones over them their moving mean, dots validations, and
+stars the scores of the artifacts. Losses per token are only compared between runs of one vocabulary and one text.
 """
 
 import argparse
@@ -49,21 +49,27 @@ def read_run(name: str) -> Run:
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
-    """Return the runs by label. Runs that differ only in settings of SAME_LINE share a label, which says in which settings
-    they differ from the others."""
+    """Return the runs by label. Runs of one script and one text with different seeds, which differ only in settings of
+    SAME_LINE, share a label. It says in which settings they differ from the others, or else which run is their first."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         settings = {name: value for name, value in run.settings.items() if name not in SAME_LINE}
-        by_key.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+        code = [event.get("code_sha256") for event in run.events if event["event"] == "export"]
+        key = json.dumps([settings, code, run.events[0].get("data_sha256")], sort_keys=True)
+        while any(other.settings["SEED"] == run.settings["SEED"] for other in by_key.get(key, [])):  # it is no other seed
+            key += " again"
+        by_key.setdefault(key, []).append(run)
     firsts = [members[0].settings for members in by_key.values()]
     names = sorted({name for settings in firsts for name in settings} - SAME_LINE)
     differing = [name for name in names if len({str(settings.get(name)) for settings in firsts}) > 1]
-    groups = {}
+    groups, labels = {}, set()
     for members in by_key.values():
         settings = members[0].settings
         label = " ".join(f"{name}={settings[name]}" for name in differing if name in settings)
-        if not label or len(label) > MAX_LABEL:
+        if not label or len(label) > MAX_LABEL or label in labels:
             label = members[0].name
+        labels.add(label)
+        label = ("run " * label.startswith("_") + label).replace("$", r"\$")  # matplotlib hides one, and reads the other
         if len(members) > 1:
             label += f", {len(members)} runs"
         groups[f"{label} ({len(groups)})" if label in groups else label] = members
@@ -103,9 +109,10 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def draw_panel(axes, groups: dict[str, list[Run]], x: str, y: str) -> None:
     """Draw a quantity, "loss" or "val_bpb", of all groups against `x`. The first values may leave the panel: they would
     flatten the rest."""
+    from matplotlib import colormaps
     shown = []
     for number, (label, members) in enumerate(groups.items()):
-        colour = f"C{number}"  # matplotlib's cycle of ten colours
+        colour = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / (len(groups) - 1))  # a cycle has ten
         for kind in ("train", "val") if y == "loss" else ("val",):
             across, values = band(members, kind, x, y)
             if len(across) == 0:

@@ -1,6 +1,7 @@
 """Send the numbers of a run to Weights & Biases, trackio or TensorBoard, while it trains or afterwards.
 
     python logs/track.py wandb RUN_ID    follow logs/RUN_ID.jsonl until the run ends or Ctrl-C; or trackio, or tensorboard
+    python logs/track.py wandb RUN_ID --once    send what there is now, also of a run that was stopped
 
 Each start makes a new page with all steps of the run, including those before a resume. TensorBoard keeps one page, the folder
 logs/RUN_ID.tensorboard/, in which new points hide the old ones.
@@ -32,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tracker", choices=("wandb", "trackio", "tensorboard"))
     parser.add_argument("run", metavar="RUN_ID", help="run in logs/, or path of a .jsonl log")
+    parser.add_argument("--once", action="store_true", help="do not wait for more events")
     options = parser.parse_args()
     path, sent = find_log(options.run), set()
     try:
@@ -48,7 +50,7 @@ def main() -> None:
                 if kind in ("train", "val", "windows", "final") and (kind, step) not in sent:
                     send({f"{kind}/{name}": value for name, value in event.items() if isinstance(value, int | float)}, step)
                     sent.add((kind, step))
-            if any(kind == "final" for kind, _ in sent):
+            if options.once or any(event["event"] in ("final", "nonfinite") for event in events):
                 break
             time.sleep(2)
             events = read_history(path) if path.is_file() else []  # it is renamed when the run is resumed

@@ -49,6 +49,19 @@ def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
     assert values.tolist() == [[4, 3, 2], [4.5, 3.5, 2.5], [5, 4, 3]]
 
 
+def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_line(tmp_path):
+    def run(name, seed, code="a", data="x"):
+        path = write_log(tmp_path / f"{name}.jsonl", seed=seed, final=False)
+        path.write_text(path.read_text().replace('{"event": "config",', f'{{"event": "config", "data_sha256": "{data}",'))
+        write_lines(path, {"event": "export", "code_sha256": code}, append=True)
+        return plot.read_run(str(path))
+
+    runs = [run("a", 1), run("b", 2), run("_c$", 2), run("code", 1, code="b"), run("data", 1, data="y")]
+    groups = plot.groups_of(runs)
+    assert [[member.name for member in members] for members in groups.values()] == [["a", "b"], ["_c$"], ["code"], ["data"]]
+    assert list(groups) == ["a, 2 runs", r"run _c\$", "code", "data"]
+
+
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     write_log(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5, 7), final=False, shift=9)
     write_log(tmp_path / "run.05.jsonl", final=False, shift=90)  # of the run "run.05"
@@ -123,6 +136,10 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
     monkeypatch.setattr(track.time, "sleep", lambda seconds: next(parts)())
     wanted = [{"train/step": step, "train/train_loss": 5.0 - step, "step": step} for step in (1, 2, 3)]
     wanted += [{"final/step": 3, "final/val_loss": 3.0, "step": 3}, "finished"]
+    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run", "--once"])
+    track.main()  # would wait for ever after a run that was killed
+    assert sent.pop() == "finished" and [row["step"] for row in sent] == [1]
+    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run"])
     for _ in range(2):  # while it trains, and afterwards
         sent.clear()
         track.main()
