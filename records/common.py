@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def launcher(ranks: int) -> list[str]:
 
 
 def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> bool:
-    """Whether logs/RUN_ID.jsonl of the checkout `root` is a whole run of its script with these settings and ranks."""
+    """Whether logs/RUN_ID.jsonl of the checkout `root` is a whole run of its script with these settings, ranks and data, and
+    this PyTorch."""
     try:
         events = read_events(root / "logs" / f"{run_id}.jsonl")
         logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
@@ -58,6 +60,12 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
         script = (root / "train_gpt.py").read_text(encoding="utf-8")
         log = (root / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
         is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
+        is_same = is_same and events[0]["torch"].split("+")[0] == version("torch").split("+")[0]
+        manifest = root / events[0]["config"]["DATA_PATH"] / "manifest.json"
+        if manifest.exists():  # the text of another day may have the same name
+            splits = json.loads(manifest.read_text(encoding="utf-8"))["splits"]
+            digests = {entry["file"]: entry.get("sha256") for split in splits.values() for entry in split["shards"]}
+            is_same = is_same and events[0]["data_sha256"] == digests
     except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
         return False
     return is_same and logged == wanted and any(event["event"] == "final" for event in events)

@@ -278,7 +278,7 @@ def main() -> None:
             run_ids = options.runs.split(",")
             if not options.runs:
                 folder = folder_of(options, time.gmtime())
-                settings, seeds = plan_settings(options, folder), options.seeds.split(",")
+                settings, seeds = plan_settings(options, folder), [seed.strip() for seed in options.seeds.split(",")]
                 check_plan(options, folder, settings, seeds)
                 run_ids = run_seeds(options, folder, settings, seeds)
             now = time.gmtime()

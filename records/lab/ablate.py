@@ -65,7 +65,7 @@ def main() -> None:
         if settings := [name for name in names if "=" in name]:
             raise ValueError(f"{settings[0]} is a setting; before it, in the same quotes, goes a name: 'NAME {settings[0]}'")
         trials = [(name, seed, {**common, **pairs_of(words)}) for name, *words in map(str.split, options.variations)
-                  for seed in options.seeds.split(",")]
+                  for seed in options.seeds.replace(" ", "").split(",")]
         for _, seed, settings in trials:  # mistakes are found before the first run
             train_gpt.load_config([f"{key}={value}" for key, value in {**settings, "SEED": seed}.items()], {})
     except (OSError, ValueError) as error:
