@@ -145,7 +145,7 @@ class Config:
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon", low=1e-30)
-    fused: bool = var(True, "run Adam in one kernel (never on MPS)")
+    fused: bool = free(True, "run Adam in one kernel (never on MPS)")
     weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
     lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
@@ -184,8 +184,8 @@ class Config:
                 f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
         require(not 0 < self.micro_batch_tokens < self.train_seq_len,
                 f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
-        require(re.fullmatch(r"([^./\\-][^/\\]*)?", self.run_id),
-                f"RUN_ID={self.run_id!r} must be no path and not begin with . or -")
+        require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
+                f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
 KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
@@ -222,13 +222,13 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     from_files = {}
     for argument in arguments:
         is_file = argument.startswith("@")
-        text = Path(argument[1:]).read_text(encoding="utf-8") if is_file else argument
+        text = Path(argument[1:]).read_text(encoding="utf-8-sig") if is_file else argument
         for line in re.findall("(?m)^[^#\n].*", text):
             name, is_pair, value = line.partition("=")
             require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
             origin = argument if is_file else "argument"
-            (from_files if is_file else given)[name] = (os.path.expanduser(value), origin)
-    given = from_files | given
+            (from_files if is_file else given)[name] = (value, origin)
+    given = {n: (os.path.expanduser(t), o) for n, (t, o) in (from_files | given).items()}
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
@@ -286,12 +286,10 @@ class Ranks:
         return tensor
 
     def peak_mib(self) -> int:
-        """The most memory so far in MiB: of a GPU's tensors, else of the process on Linux."""
+        """The most memory of a GPU's tensors so far in MiB; 0 without one."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() >> 20
-        file = Path("/proc/self/status")
-        found = re.search(r"VmHWM:\s*(\d+)", file.read_text() if file.exists() else "")
-        return int(found[1]) >> 10 if found else 0
+        return 0
 
     def now_ms(self) -> float:
         """The time in ms, of any origin, when the device has no work left."""
@@ -1142,12 +1140,12 @@ class Trainer:
 # ---- Checkpoints and the loop ----------------------------------------------------------
 # Ranks branch together, by the step or by what they agreed on. Rank 0 writes, all ranks read.
 def list_checkpoints(config: Config) -> list[Path]:
-    """The checkpoints of RUN_ID, or of every run if that is empty, the newest first."""
+    """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # 1: a hash
     place = Path(config.out_dir or "logs")
     files = place.glob("checkpoints/*.pt" if config.out_dir else "*/checkpoints/*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    return sorted(found, key=lambda p: (config.run_id or p.stat().st_mtime_ns, p.name))[::-1]
 
 def find_checkpoint(config: Config) -> dict | None:
     """The checkpoint RESUME; "auto": the newest readable one, or None. Raises ValueError."""

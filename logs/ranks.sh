@@ -9,7 +9,8 @@ for names in "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RA
   read -r rank size local_rank local_size <<< "$names"
   [[ -n ${!rank-} && -n ${!size-} && -n ${!local_rank-} && -n ${!local_size-} ]] && break
 done
-export RANK=${!rank:?logs/ranks.sh knows only Open MPI, MPICH, PALS and srun} WORLD_SIZE=${!size} LOCAL_RANK=${!local_rank}
+export RANK=${!rank:?logs/ranks.sh knows only Open MPI, MPICH, PALS and srun} WORLD_SIZE=${!size:?must be set} LOCAL_RANK=${!local_rank}
+: "${!local_size:?must be set}"
 export LOCAL_WORLD_SIZE=${!local_size%%[!0-9]*}  # Slurm writes 4(x2)
 [[ ${CUDA_VISIBLE_DEVICES-,} = *,* ]] || LOCAL_RANK=0  # the process sees one GPU only
 if [ -z "${MASTER_ADDR-}" ]; then

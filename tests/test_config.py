@@ -60,7 +60,7 @@ def test_values(monkeypatch, argument, value):
     ("NUM_KV_HEADS=3", "NUM_KV_HEADS=3 must divide NUM_HEADS=8"),
     ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"), ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("MICRO_BATCH_TOKENS=5", "MICRO_BATCH_TOKENS=5 is less than a row of TRAIN_SEQ_LEN"),
-    ("RUN_ID=a/b", "RUN_ID='a/b' must be no path and not begin with . or -"), ("RUN_ID=..", "RUN_ID='..' must be no path"),
+    ("RUN_ID=a/b", "RUN_ID='a/b' must not be a path, contain spaces or begin with . or -"), ("RUN_ID=my run", "contain spaces"), ("RUN_ID=..", "RUN_ID='..' must not be a path"),
     ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
     ("LOOP_START=1", "LOOP_END=0 must be from LOOP_START to NUM_LAYERS - 1"),

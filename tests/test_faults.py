@@ -151,6 +151,19 @@ def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, 
     assert {path.name for path in folder.iterdir()} == others | {"lr[01]_00000009.pt"}
 
 
+def test_of_one_run_the_last_step_is_the_newest_checkpoint(tmp_path, monkeypatch, data):
+    """The clock of a virtual machine or a laptop may have been ahead."""
+    settings = dict(CHECKPOINT_EVERY=2, RUN_ID="run", RESUME="auto")
+    tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=4)
+    tomorrow = time.time() + 86400
+    for path in checkpoints(tmp_path):
+        os.utime(path, (tomorrow, tomorrow))
+    tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=8)
+    assert [path.name for path in checkpoints(tmp_path)] == ["run_00000006.pt", "run_00000008.pt"]
+    log = tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=10)
+    assert next(e for e in log if e["event"] == "resume")["step"] == 8
+
+
 def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpointed, tmp_path, monkeypatch, data):
     path = checkpoints(checkpointed)[0]
     before = {path: path.read_bytes() for path in checkpointed.rglob("*.*")}
