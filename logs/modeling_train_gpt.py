@@ -15,14 +15,21 @@ from transformers.modeling_outputs import CausalLMOutput
 from .train_gpt import GPT, load_config
 
 
+trainer = sys.modules[GPT.__module__]
+read_weights = trainer.linear
+
+
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
-    """As the trainer's, which reads weights, but by calling the layers, so that hooks and adapters such as LoRA act."""
+    """As the trainer's, which reads the weights of layers. Layers with hooks, and others in their place, such as LoRA's, are
+    called."""
+    if all(type(layer) in (nn.Linear, nn.Embedding) and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers):
+        return read_weights(x, *layers, scale=scale)
     parts = [F.linear(x, layer.weight) if isinstance(layer, nn.Embedding) else layer(x) for layer in layers]
     y = torch.cat(parts, dim=-1)
     return y if scale is None else y * scale.to(y.dtype)
 
 
-sys.modules[GPT.__module__].linear = linear
+trainer.linear = linear
 
 class TrainGPTConfig(PreTrainedConfig):
     """The trainer's variables that describe the model, under `variables`, and what other tools ask of a model.

@@ -116,6 +116,9 @@ def test_what_other_tools_pass_is_taken_or_refused(folders):
             model(tokens, **wish)
     called, plain = [], model.gpt.blocks[0].mlp.fc
     plain.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(model(tokens).logits, wanted.logits, rtol=0, atol=1e-4)
+    assert called
+    called.clear()
     model.gpt.blocks[0].mlp.fc = torch.nn.Sequential(plain, torch.nn.Tanh())  # has neither weight nor gram
     assert not torch.equal(model(tokens).logits, wanted.logits) and called
     for add in (lambda: tokenizer.add_tokens(["<new>"]), lambda: tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})):
