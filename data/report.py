@@ -90,7 +90,7 @@ def report(options) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", metavar="DATASET", help="folder of the shards")
-    parser.add_argument("--tokenizer", metavar="SPEC", help="a .model or .json file, byte260, or gpt2 "
+    parser.add_argument("--tokenizer", metavar="SPEC", help="a .model file, byte260, or gpt2 "
                         "(default: the one in manifest.json)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text

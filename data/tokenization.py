@@ -1,6 +1,5 @@
 """The tokenizers: text to ids and back, and the bytes of each id."""
 
-import json
 import re
 import shutil
 from functools import cached_property
@@ -49,9 +48,9 @@ def unfold_case(text: str) -> str:
 class Tokenizer:
     """Encodes and decodes documents. The ids do not include the BOS token that precedes each document in a shard.
 
-    kind: "byte", "table", "sentencepiece" or "tiktoken"; as in manifest.json.
+    kind: "byte", "sentencepiece" or "tiktoken"; as in manifest.json.
     spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
-    bos: the id that starts a document, or -1.
+    bos: the id that starts a document.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
     prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document.
     operators: the ids of the operators for capital letters, with their characters; {} if it has none."""
@@ -69,8 +68,8 @@ class Tokenizer:
         return len(self.token_bytes)
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
-        """Return the ids of each document, integers (N,). Raises ValueError if the tokenizer only decodes."""
-        raise ValueError(f"tokenizer {self.spec!r} only decodes")
+        """Return the ids of each document, integers (N,)."""
+        raise NotImplementedError
 
     def decode(self, ids: np.ndarray) -> bytes:
         """Return the UTF-8 text of a document's ids."""
@@ -106,7 +105,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.unknown = model.unk_id()
         self.unknown_text = model.decode([self.unknown]).encode("utf-8")
         ids = [model.piece_to_id(operator) for operator in OPERATORS]
-        self.operators = {} if self.unknown in ids else dict(zip(ids, OPERATORS))
+        # With --tokenizer caseopsN, they are pieces by definition, whose score is 0; else they come from the text.
+        self.operators = {} if self.unknown in ids or any(map(model.get_score, ids)) else dict(zip(ids, OPERATORS))
         self.token_bytes = [self.piece_bytes(i) for i in range(model.vocab_size())]
         if model.encode("a", out_type=str)[0].startswith(SPACE):
             self.prefix = b" "
@@ -156,28 +156,15 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE for text in texts]
 
 
-class TableTokenizer(Tokenizer):
-    """A .json file with the bytes of each token, which only decodes."""
-
-    kind = "table"
-
-    def __init__(self, path: str):
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-        self.bos = table["bos"]
-        self.token_bytes = [token.encode("latin-1") for token in table["tokens"]]
-
-
 def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
-    """Load a SentencePiece .model, a vocabulary .json, "byte260", or a tiktoken encoding by its name.
+    """Load a SentencePiece .model, "byte260", or a tiktoken encoding by its name.
 
-    With a folder, a file is copied there as tokenizer.model or .json, which is the tokenizer's `file`.
+    With a folder, a .model is copied there as tokenizer.model, which is the tokenizer's `file`.
     Raises ValueError if it cannot be loaded or has more than 65,536 tokens."""
     try:
         if spec.endswith(".model"):
             sentencepiece = import_sentencepiece()
             tokenizer = SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=spec))
-        elif spec.endswith(".json"):
-            tokenizer = TableTokenizer(spec)
         elif spec == "byte260":
             tokenizer = ByteTokenizer()
         else:
@@ -186,13 +173,13 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
                 raise ValueError("there is no such name")
             tokenizer = TiktokenTokenizer(tiktoken.get_encoding(spec))
     except Exception as error:  # the libraries raise many types for missing packages and damaged files
-        raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, a vocabulary .json, "
-                         "byte260, gpt2 or, in prepare.py, one to learn: spN, unigramN, caseopsN or char") from None
+        raise ValueError(f"tokenizer {spec!r} cannot be used: {error}; it must be a SentencePiece .model, byte260, gpt2 "
+                         "or, in prepare.py, one to learn: spN, unigramN, caseopsN or char") from None
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"tokenizer {spec!r} has {tokenizer.vocab_size} tokens; use one with at most {MAX_VOCAB_SIZE}")
     tokenizer.spec = spec
-    if spec.endswith((".model", ".json")):
-        tokenizer.file = folder / f"tokenizer{Path(spec).suffix}" if folder else Path(spec)
+    if spec.endswith(".model"):
+        tokenizer.file = folder / "tokenizer.model" if folder else Path(spec)
         if folder:
             shutil.copyfile(spec, tokenizer.file)
     return tokenizer

@@ -20,7 +20,6 @@ from sample import ROOT, find_model, find_tokenizer, load, train_gpt
 from tokenization import Tokenizer
 
 CODE = ["train_gpt.py", "data/tokenization.py", "logs/modeling_train_gpt.py", "logs/tokenization_train_gpt.py"]
-TOKENIZER_FILES = {".model": "tokenizer.model", ".json": "vocabulary.json"}  # as tokenization_train_gpt.py has them
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -38,9 +37,9 @@ def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> No
         shutil.copy(ROOT / path, folder)
     name = tokenizer.spec
     if tokenizer.file:
-        name = TOKENIZER_FILES[tokenizer.file.suffix]
+        name = "tokenizer.model"
         shutil.copyfile(tokenizer.file, folder / name)
-    boundary = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos} if tokenizer.bos >= 0 else {}
+    boundary = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos}
     variables = {variable: getattr(config, variable.lower()) for variable in train_gpt.KEPT} | {"TOKENIZER_PATH": name}
     write_json(folder / "config.json", {  # transformers serve looks for the architecture among transformers' own names
         "model_type": "train_gpt", "architectures": ["AutoModelForCausalLM"], "dtype": "float32",

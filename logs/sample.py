@@ -82,7 +82,7 @@ def find_tokenizer(model: train_gpt.GPT, path: Path, spec: str | None = None) ->
         spec = model.config.tokenizer_path
         if log.is_file() and not Path(spec).is_file():  # an artifact does not keep an absolute path
             spec = read_events(log)[0]["config"]["TOKENIZER_PATH"]
-    if spec.endswith((".model", ".json")) and not Path(spec).is_file():
+    if spec.endswith(".model") and not Path(spec).is_file():
         raise ValueError(f"tokenizer {spec} not found; give its path with --tokenizer")
     tokenizer = load_tokenizer(spec)
     content = Path(spec).read_bytes() if Path(spec).is_file() else spec.encode()
@@ -121,14 +121,11 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
 
 def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, options, generator: torch.Generator) -> None:
     """Print the prompt and what follows it, each token as it comes."""
-    start = [tokenizer.bos] if tokenizer.bos >= 0 else []
     ids = tokenizer.encode([prompt], 1)[0].tolist() if prompt else []
-    if not start + ids:
-        raise ValueError("--prompt must not be empty: this tokenizer has no token that begins a document")
     print(prompt, end="", flush=True)
     text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
     shown = len(text)
-    for token in generate(model, start + ids, tokenizer.bos, options, generator):
+    for token in generate(model, [tokenizer.bos, *ids], tokenizer.bos, options, generator):
         ids.append(token)
         text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
         whole = text.rstrip("\ufffd")  # a character can have several tokens
@@ -170,8 +167,6 @@ def main() -> None:
             print(f"the model is {path}", file=sys.stderr)
         model = load(path, options.settings)
         tokenizer = find_tokenizer(model, path, options.tokenizer)
-        if tokenizer.kind == "table" and (options.prompt or options.interactive):
-            raise ValueError("text cannot be read: this tokenizer only decodes")
         generator = torch.Generator().manual_seed(options.seed)
         for prompt in ask() if options.interactive else [options.prompt] * options.samples:
             write_sample(model, tokenizer, prompt, options, generator)

@@ -15,14 +15,14 @@ from .tokenization import load_tokenizer
 class TrainGPTTokenizer(PreTrainedTokenizer):
     """Puts the boundary token in front of each text, as the trainer's shards do. It is also the end-of-text token.
 
-    vocab_file, table_file: a SentencePiece .model, or a vocabulary .json; tokenizer: else the name, "byte260" or tiktoken's.
+    vocab_file: a SentencePiece .model; tokenizer: else the name, "byte260" or tiktoken's.
     "<s>" in a text is plain text. Raises ValueError if the tokenizer is not the one that config.json beside it names."""
 
-    vocab_files_names = {"vocab_file": "tokenizer.model", "table_file": "vocabulary.json"}
+    vocab_files_names = {"vocab_file": "tokenizer.model"}
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file: str | None = None, table_file: str | None = None, tokenizer: str = "", **kwargs):
-        self.file = vocab_file or table_file
+    def __init__(self, vocab_file: str | None = None, tokenizer: str = "", **kwargs):
+        self.file = vocab_file
         spec = self.file or tokenizer
         self.text = load_tokenizer(spec)
         config = Path(self.file).with_name("config.json") if self.file else Path(kwargs.get("name_or_path", ""), "config.json")
@@ -34,14 +34,12 @@ class TrainGPTTokenizer(PreTrainedTokenizer):
         # Names of tokens must differ, and texts of tokens need not: the ids come first.
         self.names = [f"{i}:{data.decode('utf-8', 'backslashreplace')}" for i, data in enumerate(self.text.token_bytes)]
         silent = [i for i, data in enumerate(self.text.token_bytes) if not data and i != self.text.bos]
-        boundary = "<s>" if self.text.bos >= 0 else None
-        if boundary:
-            self.names[self.text.bos] = boundary
+        self.names[self.text.bos] = boundary = "<s>"
         if silent:
             self.names[silent[0]] = "<pad>"
         self.ids = {name: i for i, name in enumerate(self.names)}
         defaults = {"bos_token": boundary, "eos_token": boundary, "pad_token": "<pad>" if silent else boundary,
-                    "special_tokens_pattern": "bos" if boundary else "none", "split_special_tokens": True,
+                    "special_tokens_pattern": "bos", "split_special_tokens": True,
                     "clean_up_tokenization_spaces": False, "padding_side": "left"}
         super().__init__(tokenizer=tokenizer, **{**defaults, **kwargs})
 

@@ -59,6 +59,17 @@ def test_all_bytes_of_the_original_text_are_counted(folded):
     assert not any(set(tokenizer.model.id_to_piece(i)) & set(string.ascii_uppercase) for i in range(4 + 3 + 256, 512))
 
 
+@pytest.mark.parametrize("characters", ["\ue001", "\ue001\ue002\ue003"])
+def test_in_another_tokenizer_the_operators_are_characters(tmp_path, monkeypatch, characters):
+    """Of somebody's own text: they are not dropped, and no capital is folded."""
+    text = f"A Text with Capitals and {characters} icons of a Font, {' '.join(characters)}\n"
+    (tmp_path / "own.txt").write_text(text * 400)
+    run_script(monkeypatch, prepare, tmp_path / "own.txt", "--tokenizer", "char", "--out", tmp_path / "own")  # has the trainer's check
+    tokenizer = tokenization.load_tokenizer(str(tmp_path / "own" / "tokenizer.model"))
+    ids = tokenizer.encode([text], 1)[0]
+    assert not tokenizer.operators and tokenizer.decode(ids).decode() == text and "C" in tokenizer.model.id_to_piece(ids.tolist())
+
+
 def test_samples_have_capitals(folded, monkeypatch, capsys):
     tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
     written = tokenizer.encode([" of The NASA, once More"], 1)[0].tolist()

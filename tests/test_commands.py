@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
+from prepare import learn_vocabulary
+from tokenization import load_tokenizer
 
 READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/lab/speed.md",
            "records/lab/ablations.md", "records/presets/README.md",
@@ -120,16 +122,17 @@ exit $FAILS
 def test_run_sh_trains_and_says_what_it_left(checkout):
     data = make_shards(checkout)
     (checkout / "logs" / "newer.txt").write_text("no log of a run")
-    tokenizer = checkout / "tokenizer.json"  # its absolute path is not in the artifact
-    tokenizer.write_text(json.dumps({"kind": "char", "bos": 1, "tokens": [""] * 4 + [chr(byte) for byte in range(256)]}))
-    result = shell(checkout, "run.sh", *tiny_arguments(data, ITERATIONS="3", TOKENIZER_PATH=str(tokenizer), OUT_DIR="größe"))
+    tokenizer = checkout / "tokenizer.model"  # its absolute path is not in the artifact
+    learn_vocabulary("char", ["ab"], tokenizer)
+    settings = dict(ITERATIONS=3, TOKENIZER_PATH=tokenizer, VOCAB_SIZE=load_tokenizer(str(tokenizer)).vocab_size, OUT_DIR="größe")
+    result = shell(checkout, "run.sh", *tiny_arguments(data, **settings))
     assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
     assert "final_int8_zlib_roundtrip_exact" in result.stdout and "\n3 steps in " in result.stdout
     run_id = re.search(r"log       logs/(\d{8}-\d{6}-\d+)\.jsonl; ", result.stdout)[1]
     assert f"next      .venv/bin/python logs/sample.py {run_id} --interactive" in result.stdout
     assert "A sample of what it writes" in result.stdout and "model     größe/final_model.int8.ptz" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
-    assert wrong.returncode and "NUM_LAYERS='nine' is not a whole number" in wrong.stderr
+    assert wrong.returncode and "NUM_LAYERS='nine' cannot be read" in wrong.stderr
 
 
 @pytest.mark.parametrize("status", [0, 130])

@@ -6,7 +6,6 @@ import convert
 import numpy as np
 import pytest
 import shards
-import tokenization
 import train_gpt
 from conftest import run_script, write_shard
 from test_bytes import byte_stream, check
@@ -50,20 +49,6 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     assert validation.bytes == val["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert train["bytes"] == 30 * val["bytes"] and val["original_per_decoded_byte"] == 1.0
     assert (train["documents"], val["documents"]) == (150, 5) and len(train["shards"]) == 5
-
-
-def test_a_vocabulary_without_bos_makes_one_document(tmp_path, monkeypatch):
-    text, out, vocabulary = "".join(TEXTS), tmp_path / "set", tmp_path / "chars.json"
-    chars = sorted(set(text))
-    tokens = [char.encode().decode("latin-1") for char in chars]
-    vocabulary.write_text(json.dumps({"kind": "table", "bos": -1, "tokens": tokens}))
-    for split, part in (("train", text * 200), ("val", text)):
-        (tmp_path / f"{split}.bin").write_bytes(np.array([chars.index(c) for c in part], dtype="<u2").tobytes())
-    run_script(monkeypatch, convert, tmp_path / "train.bin", tmp_path / "val.bin", "--tokenizer", vocabulary,
-               "--dtype", "uint16", "--out", out)
-    validation = check(out)
-    assert json.loads((out / "manifest.json").read_text())["splits"]["val"]["bytes"] == len(text.encode())
-    assert tokenization.load_tokenizer(str(out / "tokenizer.json")).decode(validation.tokens).decode() == text
 
 
 @pytest.mark.parametrize("name, content, arguments, wanted", [

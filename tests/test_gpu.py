@@ -15,6 +15,7 @@ import pytest
 import torch
 import train_gpt
 from conftest import events, run_here, run_trainer, write_shard
+from prepare import learn_vocabulary
 from test_faults import at_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -38,7 +39,7 @@ found: dict[str, str] = {}  # rows of the table
 
 
 def arguments_of(data: Path, device: str, **settings) -> list[str]:
-    settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "vocabulary.json", "DEVICE": device, "RUN_ID": "run", **settings}
+    settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "vocabulary.model", "DEVICE": device, "RUN_ID": "run", **settings}
     return [f"{name}={value}" for name, value in settings.items()]
 
 
@@ -104,7 +105,8 @@ def data(tmp_path_factory):
     for name in [*(f"train_{number:06d}" for number in range(8)), "val_000000"]:
         tokens = phrases[generator.integers(0, 512, SHARD_TOKENS // 16)].ravel()
         write_shard(folder / f"made_{name}.bin", tokens if "train" in name else tokens[:(1 << 14) + 1])
-    (folder / "vocabulary.json").write_text(json.dumps({"kind": "made", "tokens": ["a"] * 1024}), encoding="utf-8")
+    text = [path.read_text(encoding="utf-8") for path in conftest.REPOSITORY.glob("tests/*.py")]
+    learn_vocabulary("sp1024", text, folder / "vocabulary.model")
     return folder
 
 

@@ -312,14 +312,14 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     (["page.html"], "page.html' is markup: the model would learn the tags"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
-    (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' only decodes"),
+    (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
     (["a.jsonl", "--out", "full"], "full' is not an empty folder"),
 ])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
-    (tmp_path / "bad.json").write_text('{"kind": "table", "bos": 1, "tokens": ["a"]}')
+    (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "page.html").write_text("<p>text</p>")
     (tmp_path / "full" / "mine").mkdir(parents=True)
