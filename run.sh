@@ -14,6 +14,7 @@ if [[ ${1:-} = --help || ${1:-} = -h ]]; then
 fi
 
 unset PYTHONPATH PYTHONSAFEPATH  # modules of others with the names of ours
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # after Ctrl-C, torchrun waits 30 s by itself
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 # What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
 cpu=$( (grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
@@ -58,6 +59,8 @@ if [ "${1:-}" = test ]; then
     -m "not slow and not gpu" "$@"  # the last -m counts
 fi
 
+MANY_TOKENS=2000000  # of a text on which two minutes of records/presets/quick.env do not overfit
+FEW_TOKENS=600000
 preset=
 settings=()
 tokenizer=sp1024  # of FineWeb, without a preset
@@ -95,8 +98,14 @@ gpus=0
 if [ "$gpus$device${CUDA_VISIBLE_DEVICES+hidden}" = 0 ] && timeout 20 nvidia-smi -L 2> /dev/null | grep -q '^GPU 0'; then
   fail "PyTorch cannot use this machine's GPUs: install a build for their driver into .venv (see pytorch.org), or set DEVICE=cpu"
 fi
-if [[ -z $preset && $gpus -eq 0 ]]; then
+tokens=$MANY_TOKENS  # of the training text, if it is small
+if [ -e "${data:-.}/manifest.json" ]; then
+  tokens=$(.venv/bin/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["splits"]["train"]["tokens"])' \
+    "$data/manifest.json" 2> /dev/null || echo "$MANY_TOKENS")
+fi
+if [[ -z $preset && ( $gpus -eq 0 || $tokens -lt $MANY_TOKENS ) ]]; then
   use_preset quick
+  gpus=$((gpus > 0))  # one is enough
   [ ! -e data/datasets/fineweb10B_sp1024 ] || tokenizer=sp1024  # FineWeb is there
 fi
 
@@ -127,6 +136,13 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
   fi
 fi
 
+if [[ $preset = records/presets/quick.env && $tokens -lt $MANY_TOKENS ]]; then
+  steps=$((10 * tokens / 4096 + 1))
+  dropout=0.1
+  [ "$tokens" -ge $FEW_TOKENS ] || dropout=0.3
+  echo "The training text has $tokens tokens, few for this model: DROPOUT=$dropout, and ITERATIONS=$steps to read it 10 times"
+  default "DROPOUT=$dropout" "ITERATIONS=$steps" "VAL_LOSS_EVERY=$((steps / 10 + 1))"
+fi
 if [ -n "$preset" ]; then
   arguments+=("@$preset")
 fi

@@ -16,13 +16,10 @@ import io
 import json
 import math
 import os
-import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import warnings
 import zipfile
@@ -49,8 +46,7 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
-CASE = "\ue001\ue002\ue003"  # CaseOps' operators for capitals: tokens without bytes
-OLD_TORCH = torch.__version__ < (2, 10)  # flash attention on CPUs knows no groups of queries
+CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps' operators for capitals: without bytes, and score 0
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
@@ -72,7 +68,7 @@ kept = partial(var, kind="kept")
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run. A field is the variable of the same name in capitals."""
-    # Run and data
+    # Run, data and device
     run_id: str = free("", "name of logs/RUN_ID.txt and .jsonl; empty: a new name")
     seed: int = var(1337, "seed of the initial weights and of LOADER=shuffled")
     out_dir: str = free("", "folder of the model's files and checkpoints/; empty: logs/RUN_ID")
@@ -82,7 +78,6 @@ class Config:
     tokenizer_sha256: str = kept("", "digest that the tokenizer must have; empty: any")
     loader: str = var("sequential", "order of the training text", "sequential|shuffled")
     overfit: bool = var(False, "train on the first batch again and again")
-    # Device
     device: str = free("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
@@ -147,6 +142,7 @@ class Config:
     adam_eps: float = var(1e-8, "Adam's epsilon", low=1e-30)
     fused: bool = free(True, "run Adam in one kernel (never on MPS)")
     weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
+    dropout: float = var(0.0, "share of the blocks' outputs to drop: for small texts", high=0.9)
     lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
@@ -158,7 +154,7 @@ class Config:
     keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
     resume: str = free("", "checkpoint to continue; auto: the newest readable one")
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free(CONTROL, "small tensors in float32")
+    int8_keep_float_fp32_name_patterns: str = free("", "small float32 tensors; empty: as above")
     int8_keep_float_max_numel: int = free(65536, "tensors of at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
@@ -180,14 +176,14 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
+        require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
         require(self.lanes <= self.num_layers - self.loop_start, f"LANES={self.lanes} must be at "
                 f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
-        require(not 0 < self.micro_batch_tokens < self.train_seq_len,
-                f"MICRO_BATCH_TOKENS={self.micro_batch_tokens} is less than a row of TRAIN_SEQ_LEN")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # of a given model
 KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
 
 def parse_value(name: str, text: str):
@@ -200,20 +196,17 @@ def parse_value(name: str, text: str):
     try:
         return f.type(text)
     except ValueError:
-        wanted = "a whole number" if f.type is int else "a number"
-        raise ValueError(f"{name}={text!r} is not {wanted}; example: {name}={f.default}") from None
+        raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
 
-def read_description(path: str) -> dict[str, str]:
-    """An artifact's variables; {} for other files. Raises ValueError for unknown ones. They are
-    found by their first name: nothing is unpickled before the model's size is known."""
+def read_settings(path: str) -> dict[str, str]:
+    """The settings of the model in an artifact or a checkpoint; {} for other files."""
     try:
-        start = np.fromfile(path, np.uint8, 1 << 20).tobytes()
-        start = zlib.decompressobj().decompress(start, 1 << 20).decode("latin-1")
-        about, _ = json.JSONDecoder().raw_decode(start, start.index('{"TOKENIZER_PATH": '))
-    except (OSError, zlib.error, ValueError, RecursionError):
+        state = read_saved(path)
+        config = state.get("config", {})  # of a checkpoint
+        about = {name: config[name.lower()] for name in KEPT if name.lower() in config}
+        about |= json.loads(state.get("about", "{}"))
+    except Exception:  # hostile or damaged files fail in many ways; `load_weights` says it
         return {}
-    unknown = ", ".join(about.keys() - set(KEPT))
-    require(not unknown, f"{path} has settings that this script does not know: {unknown}")
     return {name: str(value) for name, value in about.items()}
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
@@ -221,16 +214,17 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
     from_files = {}
     for argument in arguments:
-        is_file = argument.startswith("@")
-        text = Path(argument[1:]).read_text(encoding="utf-8-sig") if is_file else argument
-        for line in re.findall("(?m)^[^#\n].*", text):
+        lines, target, origin = [argument], given, "argument"
+        if argument.startswith("@"):
+            text = Path(argument[1:]).read_text("utf-8-sig")
+            lines, target, origin = re.findall("(?m)^[^#\n].*", text), from_files, argument
+        for line in lines:
             name, is_pair, value = line.partition("=")
             require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
-            origin = argument if is_file else "argument"
-            (from_files if is_file else given)[name] = (value, origin)
+            target[name] = (value, origin)
     given = {n: (os.path.expanduser(t), o) for n, (t, o) in (from_files | given).items()}
     folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+    with suppress(Exception):  # `Validation` says what is wrong with it
         about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
         path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
         given = {"TOKENIZER_PATH": (path, "manifest"),
@@ -239,24 +233,25 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
         path = Path("logs", path, MODEL_FILE).as_posix()
         given["INIT_FROM"] = (path, origin)
-    given = {name: (text, path) for name, text in read_description(path).items()} | given
+    for name, text in read_settings(path).items():
+        require(name in KEPT, f"{path} has a setting that this script does not know: {name}")
+        own, origin = given.setdefault(name, (text, path))
+        require(name in MAY_CHANGE or parse_value(name, own) == parse_value(name, text),
+                f"{name}={own} ({origin}), but the model in INIT_FROM={path} has {name}={text}")
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
         hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
-    values = {FIELDS[name].name: parse_value(name, text) for name, (text, _) in given.items()}
-    control = values.get("control_tensor_name_patterns", CONTROL)
-    values.setdefault("int8_keep_float_fp32_name_patterns", control)
+    values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
 def print_help() -> None:
     """Print every variable with its default, its meaning and its choices."""
     print(__doc__)
     for name, f in FIELDS.items():
-        text = f"{name}={int(f.default) if f.type is bool else f.default}"
-        print(f"  {text:<35} {f.metadata['help']}  {f.metadata['choices']}")
+        print(f"  {name + '=' + str(f.default):<35} {f.metadata['help']}  {f.metadata['choices']}")
 
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
@@ -285,11 +280,11 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def peak_mib(self) -> int:
-        """The most memory of a GPU's tensors so far in MiB; 0 without one."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() >> 20
-        return 0
+    def put(self, array: np.ndarray) -> Tensor:
+        """Copy an array to the device, without waiting for a GPU."""
+        tensor = torch.from_numpy(array)
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=tensor.is_pinned())
 
     def now_ms(self) -> float:
         """The time in ms, of any origin, when the device has no work left."""
@@ -298,8 +293,7 @@ class Ranks:
         return 1000 * time.perf_counter()
 
 def find_ranks() -> list[int]:
-    """Rank, number of ranks, and both on this machine, from torchrun's variables; one rank
-    without them. Raises ValueError if another launcher started several processes."""
+    """Rank and number of ranks, in all and here, from torchrun's variables. Raises ValueError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
@@ -307,6 +301,14 @@ def find_ranks() -> list[int]:
         require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
                 "are not all set: start with torchrun, or put logs/ranks.sh before python")
     return [0, 1, 0, 1]
+
+def count_cores() -> float:
+    """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
+    names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    paths = [Path("/sys/fs/cgroup", name) for name in names]
+    words = " ".join(path.read_text() for path in paths if path.exists()).split()
+    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf
+    return min(torch.get_num_threads(), quota)
 
 def start_ranks(config: Config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
@@ -322,11 +324,12 @@ def start_ranks(config: Config) -> Ranks:
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine share its cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-    if kind == "cpu" and sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: glibc takes memory from its heap
-        ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and keeps it, a fifth faster
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
+        torch.set_num_threads(max(1, int(count_cores() / local_size)))
+    if kind == "cpu":
+        with suppress(AttributeError, TypeError):  # only glibc has it
+            ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
+            ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
     if size > 1:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
@@ -343,52 +346,58 @@ def bfloat16_is_native(device: torch.device) -> bool:
 
 # ---- Log -------------------------------------------------------------------------------
 # Programs read these lines: they begin as the published trainer's. Events have exact values.
+def lock(file) -> None:
+    """Hold an open file until this process ends. Raises ValueError if another one holds it."""
+    with suppress(ImportError, OSError):  # Windows; Lustre without flock
+        import fcntl
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"a run writes to {file.name}: stop it or change RUN_ID") from None
+
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.is_main = is_main
-        self.code = source.encode("utf-8")
+        self.code = source.encode()
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
-        stamp = time.time_ns()
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
         for path in filter(Path.exists, paths):  # the logs of two runs never mix
-            path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
-        self.text, self.json = (path.open("w", encoding="utf-8") for path in paths)
+            with path.open("a") as file:
+                lock(file)
+            path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}{path.suffix}"))
+        self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
+        lock(self.text)
         print(paths[0], flush=True)
-        smi = subprocess.getoutput("timeout 30 nvidia-smi") if shutil.which("nvidia-smi") else ""
-        self.write(self.text, f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
-                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}")
+        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
+        self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                  f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
 
-    def write(self, file, text: str) -> None:
-        """Write a line to an open file. If that fails, warn."""
-        try:
-            print(text, file=file, flush=True)
-        except OSError as error:
-            warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
-
-    def line(self, text: str) -> None:
-        """Write a line to the console and the .txt."""
-        for file in (sys.stdout, self.text) if self.is_main else ():
-            self.write(file, text)
+    def line(self, text: str, *files) -> None:
+        """Write a line to open files, else to the console and the .txt; warn if that fails."""
+        for file in (files or (sys.stdout, self.text)) if self.is_main else ():
+            try:
+                print(text, file=file, flush=True)
+            except OSError as error:
+                warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
     def event(self, event: str, text: str = "", **values) -> None:
-        """Write values to the .jsonl, null if they are not finite, and a text for people."""
+        """Write values to the .jsonl, null if not finite, and a line with them: it is a format."""
         if self.is_main:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
-            bad = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
-            self.write(self.json, json.dumps(values | dict.fromkeys(bad)))
+            plain = json.loads(json.dumps(values), parse_constant=lambda word: None)
+            self.line(json.dumps(plain), self.json)
         if text:
-            self.line(text)
+            self.line(text.format(**values))
 
 # ---- Data and validation ---------------------------------------------------------------
 # What a step reads follows from its number alone. A score is in bits per byte of text.
 def open_shard(path: Path) -> np.ndarray:
     """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
-    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard: it "
-            f"starts with {header}, not with {SHARD_START} and the number of tokens")
+    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard")
     size = path.stat().st_size
     require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} "
             f"bytes do not match {header[2]} tokens; make or download it again")
@@ -419,8 +428,7 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 class TokenLoader:
-    """The training shards as one endless text. A step reads its next `pieces`, ranks in turn:
-    spans, as published, or single rows of TRAIN_SEQ_LEN if shuffled. Raises ValueError."""
+    """The training shards as one endless text: a step reads its next `pieces`, ranks in turn."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())  # ids: checked when read
@@ -428,7 +436,7 @@ class TokenLoader:
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
-        spans = config.grad_accum_steps * ranks.world_size
+        spans = config.grad_accum_steps * ranks.world_size  # as published; else single rows
         self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
@@ -439,30 +447,38 @@ class TokenLoader:
         end = start + count
         parts = []
         while start < end:
-            index = int(np.searchsorted(self.ends, start % self.tokens, side="right"))
+            index = np.searchsorted(self.ends, start % self.tokens, side="right")
             path, tokens = self.shards[index]
-            parts.append(tokens[start % self.tokens - int(self.ends[index]):][:end - start])
+            parts.append(tokens[start % self.tokens - self.ends[index]:][:end - start])
             start += len(check_ids(parts[-1], self.config.vocab_size, path))
         return np.concatenate(parts)
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches of a step, from 0: inputs and targets (B, T), int64."""
+    def dropout_masks(self, step: int) -> np.ndarray:
+        """Factors of channels in this rank's rows, float32 (B, layers, 2, D); arXiv:1512.05287."""
+        config = self.config
+        rows = self.length // config.train_seq_len
+        shape = (self.pieces, rows, config.num_layers, 2, config.model_dim)  # attention, MLP
+        draws = np.random.default_rng([config.seed, step]).random(shape, np.float32)  # of all ranks
+        kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
+        return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
+
+    def batches(self, step: int) -> list[tuple[Tensor, ...]]:
+        """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
         first = 0 if self.config.overfit else step * self.pieces  # of all pieces in order
         mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
         if self.shuffled:
-            mine = [int(epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows])
+            mine = [epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows]
                     for i in mine]
         texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
         pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        ids = torch.from_numpy(pairs.astype(np.int64))
-        ids = ids.pin_memory() if self.config.device == "cuda" else ids
-        ids = ids.to(self.ranks.device, non_blocking=ids.is_pinned())  # without waiting
+        parts = [*self.ranks.put(pairs.astype(np.int64))]
+        if self.config.dropout:
+            parts.append(self.ranks.put(self.dropout_masks(step)))
         rows = self.config.micro_batch_tokens // self.config.train_seq_len
-        return list(zip(*(part.split(rows) for part in ids)))  # all of one size
+        return list(zip(*(part.split(rows) for part in parts)))  # all of one size
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; the UTF-8 bytes of its tokens, uint16 (V, 2), in column 1 after a
-    boundary token; the boundary tokens, bool (V,). Raises ValueError."""
+    """The kind; tokens' bytes, uint16 (V, 2), in column 1 after a boundary; boundaries, (V,)."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -474,15 +490,12 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             model = sentencepiece.SentencePieceProcessor(model_file=path)
             ids = range(model.vocab_size())
             boundary = [model.is_control(i) for i in ids]
-            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i) for i in ids]
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)
+                      or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
-            lengths = [1 if model.is_byte(i) else len(pieces[i].strip(CASE).encode()) for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
             if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
                 after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
-        elif path.endswith(".json"):
-            vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
-            kind = vocabulary["kind"]
-            lengths = [len(token.encode("latin-1")) for token in vocabulary["tokens"]]
         else:
             import tiktoken
             kind = "tiktoken"
@@ -507,7 +520,7 @@ class Validation:
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = [entry for split in splits.values() for entry in split.get("shards", [])]
             self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        except Exception as error:  # hostile or damaged files fail in many ways
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = {name for name in self.data_sha256 if name in names or config.iterations}
@@ -517,8 +530,7 @@ class Validation:
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)
         target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-        first_bytes = int(table[tokens[0], 1])  # the first token is text, but no target
-        found = [len(tokens), first_bytes + int(target_bytes.sum(dtype=np.int64))]
+        found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
         wanted = [there if said is None else said for said, there in zip(counts, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
                 f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
@@ -530,8 +542,7 @@ class Validation:
         self.label = f" partial:{config.val_tokens}" if wanted_rows < rows else ""
 
     def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
-        """The loss in nats, bits per byte, and ms they took. Windows of `length` tokens (0: a
-        row), moved by `stride` (0: length), score what earlier ones did not. Collective."""
+        """Score windows of `length` tokens (0: a row), `stride` apart (0: length). Collective."""
         start_ms = self.ranks.now_ms()
         config, ranks = self.config, self.ranks
         length = min(length or config.train_seq_len, self.count)
@@ -539,21 +550,22 @@ class Validation:
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # A small text is scored by training's graph: to compile another one takes longer.
         alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
-        small = alike and config.compile != "0" and windows * stride < 1 << 20
+        small = alike and config.compile != "0" and windows * stride < 1 << 20  # training's graph
         stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
         starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
+        shape = (batch, config.num_layers, 2, config.model_dim)
+        masks = [torch.ones(shape, device=ranks.device)] if config.dropout else []
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             rows = slice(first, first + batch)
             places = stops[rows, None] - length + np.arange(length)
             is_scored = places >= starts[rows, None]
-            targets = np.where(is_scored, self.tokens[places + 1].astype(np.int64), -1)
-            pair = np.stack((self.tokens[places].astype(np.int64), targets))
+            targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
+            pair = np.stack((self.tokens[places], targets))  # int64
             with torch.set_grad_enabled(small or config.device == "mps"):  # pytorch#195910
-                loss = model(*torch.from_numpy(pair).to(ranks.device)).detach()
+                loss = model(*ranks.put(pair), *masks).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
         return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
@@ -576,37 +588,34 @@ def token_before(x: Tensor) -> Tensor:
     return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention for CPUs, a quarter of the queries at a time, without the keys after
-    them: q (B, K, H/K, T, C); k, v (B, K, T, C). To join chunks is faster than slices."""
+    """Causal attention by quarters of the queries: q (B, K, H/K, T, C); k, v (B, K, T, C)."""
     size = math.ceil(q.size(3) / 4)
-    y, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
-    for i, q_i in enumerate(q.chunk(4, dim=3)):  # `size` queries; the last may be fewer
-        k_i, v_i = torch.cat(keys[:i + 1], dim=2), torch.cat(values[:i + 1], dim=2)
+    y, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
+    for i, q_i in enumerate(q.chunk(4, 3)):  # `size` queries, without the keys after them
+        k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)  # slices are slower
         scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
         mask = torch.full(scores.shape[3:], -math.inf, dtype=q.dtype).triu(i * size + 1)
-        p = (scores + mask).softmax(-1)
-        y.append((p.flatten(2, 3) @ v_i).view_as(q_i))
-    return torch.cat(y, dim=3)
+        y.append(((scores + mask).softmax(-1).flatten(2, 3) @ v_i).view_as(q_i))
+    return torch.cat(y, 3)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
     if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
-    has_groups = kernel == "cudnn" or (kernel == "flash" and not (q.is_cpu and OLD_TORCH))
+    has_groups = kernel in ("cudnn", "flash")  # on CPUs since PyTorch 2.10
     if q.size(1) > k.size(1) and not has_groups:
         k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=has_groups)
 
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once. While
-    `calibrate` watches a layer, its `gram` adds up x^T x (D, D)."""
+    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once."""
     weights = [layer.weight for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:
         weight = weight * scale[:, None]  # smaller than the output
     for layer in layers:
-        if getattr(layer, "gram", None) is not None:
-            rows = x.flatten(0, -2).float()
+        if getattr(layer, "gram", None) is not None:  # `calibrate` wants x^T x (D, D)
+            rows = x.detach().flatten(0, -2).float()
             layer.gram = layer.gram + rows.mT @ rows
     return F.linear(x, weight.to(x.dtype))
 
@@ -655,12 +664,14 @@ class MLP(nn.Module):
         self.slope = config.mlp_slope
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = F.leaky_relu(linear(x, self.fc), self.slope).square()
-        return linear(hidden, self.proj, scale=scale)
+        return linear(F.leaky_relu(linear(x, self.fc), self.slope).square(), self.proj, scale=scale)
+
+def drop(x: Tensor, masks: Tensor | None, which: int) -> Tensor:
+    """x (B, T, D) times one of a block's dropout masks (B, 2, D), if there are any."""
+    return x if masks is None else x * masks[:, which, None].to(x.dtype)
 
 class Block(nn.Module):
-    """Attention and MLP on a residual stream x (B, T, D), mixed with the embedding x0. A `lane`
-    is the MLP's own stream: each stream adds both outputs, with weights (parameter-golf#1518)."""
+    """Attention and MLP on a stream x (B, T, D), mixed with x0; a `lane` is the MLP's stream."""
     def __init__(self, config: Config, number: int):
         super().__init__()
         self.attn = Attention(config)
@@ -671,15 +682,15 @@ class Block(nn.Module):
         if number >= config.num_layers - config.lanes:  # weights of stream, attention, MLP
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
-    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane: Tensor | None):
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane=None, masks=None):
         mix = self.resid_mix.to(x.dtype)
         mixed = mix[0] * x + mix[1] * x0
-        attended = self.attn(rms_norm(mixed), cos, sin, self.attn_scale)
+        attended = drop(self.attn(rms_norm(mixed), cos, sin, self.attn_scale), masks, 0)
         if lane is None:
             x = mixed + attended
-            return x + self.mlp(rms_norm(x), self.mlp_scale), None
-        fed = self.mlp(rms_norm(lane), self.mlp_scale)
-        (a, b, c), (d, e, f) = self.resid_mix_lanes.to(x.dtype)
+            return x + drop(self.mlp(rms_norm(x), self.mlp_scale), masks, 1), None
+        fed = drop(self.mlp(rms_norm(lane), self.mlp_scale), masks, 1)
+        (a, b, c), (d, e, f) = self.resid_mix_lanes.to(x.dtype)  # parameter-golf#1518
         return a * x + b * attended + c * fed, d * lane + e * attended + f * fed
 
 class GPT(nn.Module):
@@ -688,29 +699,27 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto": float32
+        width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, config.model_dim)  # as published: first to use the seed
+        self.tok_emb = nn.Embedding(rows, width)  # as published: first to use the seed
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        tied = config.tie_embeddings
         self.loops = config.num_loops  # 0 until LOOP_AT (parameter-golf#1437)
-        self.lm_head = None if tied else nn.Linear(config.model_dim, rows, bias=False)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
-        ones = torch.ones(half, config.model_dim)
-        self.skip_weights = nn.Parameter(ones, requires_grad=config.num_layers > 1)  # else unused
-        self.smear = nn.Parameter(torch.zeros(config.model_dim)) if config.smear else None
+        self.skip_weights = nn.Parameter(torch.ones(half, width), requires_grad=half > 0)
+        self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
                 depth = 2 * config.num_layers if ".proj." in name else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
             elif name == "lm_head.weight" or ".proj." in name:
                 nn.init.zeros_(p)
-            elif tied and name == "tok_emb.weight":
+            elif config.tie_embeddings and name == "tok_emb.weight":
                 nn.init.normal_(p, std=config.tied_embed_init_std)
-        half_head = config.model_dim // config.num_heads // 2
+        half_head = width // config.num_heads // 2
         exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
         frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # the rest: no turn
-        if self.compute_dtype == torch.bfloat16:
-            # The published trainer starts in bfloat16: equal seeds and its weights need the same.
+        if self.compute_dtype == torch.bfloat16:  # as published: equal seeds, its weights need it
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
@@ -719,22 +728,24 @@ class GPT(nn.Module):
         angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The last block's output (B, T, D) for tokens (B, T), int64."""
+    def hidden(self, tokens: Tensor, masks: Tensor | None = None) -> Tensor:
+        """The last block's output (B, T, D) for tokens (B, T), int64, and masks of dropout."""
         cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        blocks, start, end = list(self.blocks), self.config.loop_start, self.config.loop_end + 1
-        order = blocks[:end] + self.loops * blocks[start:end] + blocks[end:]
+        numbers = list(range(len(self.blocks)))
+        start, end = self.config.loop_start, self.config.loop_end + 1
+        order = numbers[:end] + self.loops * numbers[start:end] + numbers[end:]
         half = len(order) // 2
         x, lane, pushed = x0.clone(), None, []  # with x0 twice, block 0 would need its own graph
-        for i, block in enumerate(order):
+        for i, number in enumerate(order):
             if lane is None and i >= len(order) - self.config.lanes:
                 lane = x.clone()
             if i >= half and pushed:
                 x = x + self.skip_weights[i - half].to(x.dtype) * pushed.pop()
-            x, lane = block(x, x0, cos, sin, lane)
+            own = None if masks is None else masks[:, number]
+            x, lane = self.blocks[number](x, x0, cos, sin, lane, own)
             if i < half:
                 pushed.append(x)
         return x if lane is None else lane
@@ -746,19 +757,18 @@ class GPT(nn.Module):
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of `hidden`'s (B, T, D), 0-d float32 in nats; targets of -1 are
-        not counted. Logits whose exp cannot overflow need no pass for their maximum."""
+        """Mean cross entropy of `hidden`'s (B, T, D), 0-d float32 in nats, but of targets -1."""
         logits = self.logits(x)
         ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
-        is_bounded = self.config.logit_softcap <= 64
+        is_bounded = self.config.logit_softcap <= 64  # no exp overflows: skip their maximum
         log_sum = logits.exp().sum(-1).log() if is_bounded else logits.logsumexp(-1)
         nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
         counted = targets >= 0
         return (nats * counted).sum() / counted.sum()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The `loss` of tokens and targets (B, T), int64."""
-        return self.loss(self.hidden(tokens), targets)
+    def forward(self, tokens: Tensor, targets: Tensor, masks: Tensor | None = None) -> Tensor:
+        """The `loss` of tokens and targets (B, T), int64, with `dropout_masks` in training."""
+        return self.loss(self.hidden(tokens, masks), targets)
 
 def choose_attention(config: Config, device: torch.device) -> str:
     """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
@@ -781,32 +791,30 @@ def choose_attention(config: Config, device: torch.device) -> str:
     raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
 
 # ---- Optimizers ------------------------------------------------------------------------
-# Each parameter is in one group. Rates follow from the step and the training clock alone.
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
-    """Move the singular values of wide matrices (N, rows, columns) close to 1, by Newton-Schulz
-    steps in bfloat16 (Jordan 2024, kellerjordan.github.io/posts/muon), multiplied in `compute`."""
+    """Move singular values of (N, rows, columns) close to 1 (kellerjordan.github.io/posts/muon)."""
     x = updates.bfloat16()
+    is_tall = x.size(1) > x.size(2)
+    x = x.mT if is_tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(steps):
+    for _ in range(steps):  # of Newton and Schulz
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
         x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
-    return x
+    return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum. The matrices of a shape and of its transpose are a bank; a rank
-    orthogonalises its share of each bank, and has the momentum of all matrices of a shape
-    as one tensor (n, rows, columns), in the state of the first."""
+    """Orthogonalised momentum, one tensor (N, rows, columns) for a shape; ranks share the work."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
         self.compute = torch.bfloat16 if bfloat16_is_native(ranks.device) else torch.float32
-        self.banks = {}  # by their sides: the matrices of each shape
+        self.banks = {}  # matrices by their shape; the state of the first has all momentum
         for p in self.param_groups[0]["params"]:
-            self.banks.setdefault(tuple(sorted(p.shape)), {}).setdefault(p.shape, []).append(p)
-        for shape, params in [pair for bank in self.banks.values() for pair in bank.items()]:
+            self.banks.setdefault(p.shape, []).append(p)
+        for shape, params in self.banks.items():
             self.state[params[0]]["momentum_buffer"] = params[0].new_zeros(len(params), *shape)
 
     @torch.no_grad()
@@ -814,40 +822,30 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices. Collective."""
         group, world_size = self.param_groups[0], self.ranks.world_size
         pending = []
-        for bank in self.banks.values():
-            share = math.ceil(sum(map(len, bank.values())) / world_size)  # the last may have less
-            start = share * self.ranks.rank  # of this rank's share in the next shape
-            wide = []
-            for shape, params in bank.items():
-                grads = torch.stack([p.grad for p in params])
-                momentum = self.state[params[0]]["momentum_buffer"]
-                momentum.mul_(group["momentum"]).add_(grads)
-                mine = slice(max(0, start), max(0, start + share))
-                start -= len(params)
-                updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-                if self.config.muon_row_norm:
-                    updates = F.normalize(updates, dim=2)
-                updates = updates.bfloat16()
-                wide.append(updates.mT if shape[0] > shape[1] else updates)
-            wide.append(updates.new_zeros(share - sum(map(len, wide)), *wide[0].shape[1:]))
-            updates = orthogonalize(torch.cat(wide), self.config.muon_backend_steps, self.compute)
+        for shape, params in self.banks.items():
+            grads = torch.stack([p.grad for p in params])
+            momentum = self.state[params[0]]["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(grads)
+            share = math.ceil(len(params) / world_size)  # the last rank may have less
+            mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
+            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            if self.config.muon_row_norm:
+                updates = F.normalize(updates, dim=2)
+            updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5
             work = None
-            if world_size > 1:  # as this rank goes on with the next bank
-                part, updates = updates, updates.new_empty(share * world_size, *updates.shape[1:])
+            if world_size > 1:  # while this rank goes on with the next shape
+                part, updates = updates.contiguous(), updates.new_empty(share * world_size, *shape)
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
                 work = gather(updates, part, async_op=True)
-            pending.append((bank, updates, work))
-        for bank, updates, work in pending:
+            pending.append((params, updates, work))
+        for params, updates, work in pending:
             if work:
                 work.wait()
-            for shape, params in bank.items():
-                own, updates = updates[:len(params)], updates[len(params):]
-                if shape[0] > shape[1]:
-                    own = (own * (shape[0] / shape[1]) ** 0.5).mT
-                own = own.to(torch.float32, memory_format=torch.contiguous_format)
-                if group["weight_decay"]:
-                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(own), alpha=-group["lr"])
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
     """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101)."""
@@ -869,17 +867,15 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     return [adam, *muon]
 
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the rates and Muon's momentum, `elapsed_ms` after the start. With a cap, the
-    published warmdown ends there, others (cosine: arXiv:1608.03983) there or at ITERATIONS."""
+    """Factor of the rates (cosine: arXiv:1608.03983) and Muon's momentum, by step and clock."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+    warmup = config.lr_warmup_steps * (config.lr_schedule == "cosine")
+    done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
     if config.lr_schedule == "cosine":
-        steps = max(1, config.iterations - config.lr_warmup_steps)
-        done = max((step - config.lr_warmup_steps) / steps, elapsed_ms / cap_ms)
         shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_fraction:
-        done = max(step / config.iterations, elapsed_ms / cap_ms)
         shape = max(0.0, 1 - done) / config.warmdown_fraction
-    elif cap_ms < math.inf:
+    elif cap_ms < math.inf:  # as published: only the cap ends it
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
@@ -890,7 +886,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
 
 # ---- Export ----------------------------------------------------------------------------
-# Files may be hostile: reading them runs no code and takes no more memory than a model needs.
+# Files may be hostile: reading them runs no code and takes at most 32 times their size.
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales, as published: float16 (rows,) for a matrix, else float32."""
     is_matrix = tensor.ndim == 2
@@ -901,23 +897,27 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
 
 def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
-    """A matrix as int8 values of `bits` bits and float16 scales (rows,). Rows are clipped at
-    `clip` deviations; with `gram`, later columns make up for errors (arXiv:2210.17323)."""
+    """A matrix as int8 values of `bits` bits and float16 scales (rows,); `gram`: by GPTQ."""
     rows = weight.float()
     levels = 2 ** (bits - 1) - 1
-    limits = clip * rows.std(1) if clip else rows.abs().amax(1)
+    limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # deviations, or no clipping
     scales = (limits / levels).clamp_min(1e-7).half()
     if gram is None:
         return (rows / scales[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
     order = gram.diag().argsort(descending=True)
     gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
+    factor, failure = torch.linalg.cholesky_ex(gram[order][:, order])
+    if failure:  # an input was not finite
+        print(f"warning: a {tuple(rows.shape)} matrix is rounded without GPTQ", file=sys.stderr)
+        return round_rows(weight, bits, clip)
+    inverse = torch.cholesky_inverse(factor)
+    inverse = torch.linalg.cholesky(inverse, upper=True).float().contiguous()
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
-    for i, factors in enumerate(torch.linalg.cholesky(inverse, upper=True).float().contiguous()):
+    for i, factors in enumerate(inverse):
         rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
-        rows[:, i:] -= torch.outer(error, factors[i:])
+        rows[:, i:] -= torch.outer(error, factors[i:])  # made good there (arXiv:2210.17323)
     return rounded[:, order.argsort()].to(torch.int8), scales
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
@@ -925,6 +925,7 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
     clip = config.export_clip
     published = config.export_bits == config.embed_bits == 8 and not clip and not grams
     about = {name: getattr(config, name.lower()) for name in KEPT}
+    wide = config.int8_keep_float_fp32_name_patterns or config.control_tensor_name_patterns
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {},
@@ -941,12 +942,10 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
                 artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
-            continue
-        if t.is_floating_point():
-            keep = matches(name, config.int8_keep_float_fp32_name_patterns)
-            t = t.to(torch.float32 if keep else torch.float16)
-        artifact["passthrough"][name] = t
-        if t.dtype != state[name].dtype:
+        elif not t.is_floating_point() or matches(name, wide):
+            artifact["passthrough"][name] = t
+        else:
+            artifact["passthrough"][name] = t.half()
             artifact["passthrough_orig_dtypes"][name] = dtype
     parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
     return artifact, sum(t.nbytes for part in parts for t in part.values())
@@ -959,7 +958,7 @@ def saved(value) -> bytes:
 
 def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
     """The artifact's file, in the smaller of two codings, and what the log says of it."""
-    artifact, payload = quantize({name: t.cpu() for name, t in state.items()}, config, grams)
+    artifact, payload = quantize(state, config, grams)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
     data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
@@ -971,35 +970,29 @@ def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     state = dict(artifact["passthrough"])
     for name, quantized in artifact["quantized"].items():
         scale = artifact["scales"][name]
-        rows = quantized.shape[:1] if quantized.ndim == 2 else ()
         require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
-                and scale.shape == rows, f"{name} or its scale has another shape or type")
+                and scale.shape == quantized.shape[:-1], f"{name} has another shape or type")
         require(((0 < scale) & (scale < math.inf)).all(), f"a scale of {name} is not positive")
         state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
     return state
 
-def read_archive(data: bytes):
-    """Read what torch.save wrote; runs no code, inflates nothing, and compares checksums."""
+def read_saved(path: str | Path) -> dict:
+    """What torch.save wrote in a file, which zlib may have packed. Runs no code."""
+    data = Path(path).read_bytes()
+    if not data.startswith(b"PK"):  # torch.save writes zip archives
+        data = zlib.decompressobj().decompress(data, 32 * len(data))  # models are below 10
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-        require(all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-                and sum(entry.file_size for entry in entries) <= len(data), "it has packed entries")
+        require(sum(entry.file_size for entry in archive.infolist()) <= len(data), "packed entries")
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load the weights of an artifact, state dict or checkpoint. Raises ValueError."""
-    wanted = model.state_dict()
-    limit = sum(16 * t.numel() + 4096 for t in wanted.values()) + (1 << 20)  # a checkpoint's
     try:
-        data = np.fromfile(path, np.uint8, limit + 1).tobytes()
-        if not data.startswith(b"PK"):  # torch.save writes zip archives
-            data = zlib.decompressobj().decompress(data, limit + 1)
-        require(len(data) <= limit, f"it has more than the {limit} bytes that the model needs")
-        state = read_archive(data)
+        state = read_saved(path)
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
-            state = dequantize(state, wanted)
+            state = dequantize(state, model.state_dict())
         model.load_state_dict(dict(state))  # a plain dict, without metadata
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
@@ -1017,12 +1010,12 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from None
 
-@torch.no_grad()
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
     model.apply(lambda module: setattr(module, "gram", 0.0))  # `linear` adds to it
-    with torch.compiler.set_stance("force_eager"):
-        for x, y in [pair for batches in steps for pair in batches]:
+    with_grad = ranks.device.type == "mps"  # as in `score`
+    with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(with_grad):
+        for x, y, *_ in sum(steps, []):  # without dropout
             model(x, y)
     grams = {f"{name}.weight": ranks.sum(layer.gram).cpu() for name, layer
              in model.named_modules() if isinstance(layer.gram, Tensor)}
@@ -1032,8 +1025,7 @@ def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
 # ---- Training --------------------------------------------------------------------------
 # A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
 class Clock:
-    """The steps done, the training time on which the ranks agreed last, and signals to stop.
-    Agreeing waits for the device; in between, time advances by the mean step."""
+    """Steps, signals to stop, and training time: measured as ranks agree, in between estimated."""
     def __init__(self, config: Config, ranks: Ranks):
         self.ranks, self.iterations = ranks, config.iterations
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
@@ -1063,10 +1055,11 @@ class Clock:
         self.set(self.step, stopped_ms)
 
     def on_signal(self, number: int, frame) -> None:
-        """Keep a signal until the ranks agree on it. A second Ctrl-C ends this process."""
+        """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
         now = time.monotonic()
-        if number == signal.SIGINT and self.signals and now > self.signals[0][1] + 1:
-            os._exit(128 + number)  # sys.exit would wait for other ranks
+        first, received = self.signals[0] if self.signals else (number, now)
+        if signal.SIGINT in (first, number) and now > received + 1:
+            os._exit(128 + number)  # sys.exit would wait for ranks; torchrun sends SIGTERM, too
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
@@ -1090,9 +1083,8 @@ class Trainer:
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
         self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
 
-    def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Make one update from micro-batches of inputs and targets (B, T), int64. Return this
-        rank's mean loss in nats and the norm of all gradients: float32, 0-d. Collective."""
+    def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
         config = self.config
         factor, momentum = schedule(config, self.clock.step, self.clock.time_ms)
         for optimizer in self.optimizers:
@@ -1100,20 +1092,20 @@ class Trainer:
                 group["lr"] = group["base_lr"] * factor
                 group["momentum"] = momentum  # Adam ignores it
         losses = torch.zeros((), device=self.ranks.device)
-        for i, (x, y) in enumerate(batches, 1):
+        for i, batch in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.ddp(x, y) * (1 / len(batches))
+            loss = self.ddp(*batch) * (1 / len(batches))
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).nan_to_num(nan=math.inf, posinf=math.inf)
+        norm = nn.utils.get_total_norm(grads)
         if config.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
         self.scaler.update()
         if self.average:  # float32 keeps small updates; short runs forget sooner
             weights = [p.detach().float() for p in self.model.parameters()]
@@ -1141,37 +1133,34 @@ class Trainer:
 # Ranks branch together, by the step or by what they agreed on. Rank 0 writes, all ranks read.
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
-    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}(_[0-9a-f]{16})?\.pt"  # 1: a hash
-    place = Path(config.out_dir or "logs")
-    files = place.glob("checkpoints/*.pt" if config.out_dir else "*/checkpoints/*.pt")
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}\.pt"
+    files = Path(config.out_dir or "logs").glob(f"{'*/' * (not config.out_dir)}checkpoints/*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
     return sorted(found, key=lambda p: (config.run_id or p.stat().st_mtime_ns, p.name))[::-1]
 
-def find_checkpoint(config: Config) -> dict | None:
-    """The checkpoint RESUME; "auto": the newest readable one, or None. Raises ValueError."""
+def find_checkpoint(config: Config) -> dict:
+    """The checkpoint RESUME; "auto": the newest readable one, or {}. Raises ValueError."""
     paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
     for path in paths:
         try:
-            state = read_archive(Path(path).read_bytes())
+            state = read_saved(path)
             require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # hostile or damaged files fail in many ways
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
     require(not paths, f"RESUME={config.resume}: no checkpoint can be used; change it or RUN_ID")
-    return None
+    return {}
 
 def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
     """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
     try:
-        old = {**asdict(Config()), **state["config"]}  # new ones: defaults; gone: off
-        new = {k: v and "unknown to this script" for k, v in old.items()} | asdict(trainer.config)
-        may_differ = {f.name for f in fields(Config) if f.metadata["kind"] == "free"}
+        old, new = {**asdict(Config()), **state["config"]}, asdict(trainer.config)
+        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
         refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
-                   for name in old if name not in may_differ and old[name] != new[name]]
+                   for name in fixed if old[name] != new[name]]
+        refused += [f"{name.upper()} is unknown now" for name in {*old} - {*new} if old[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
-        step, time_ms = state["step"], state["time_ms"]
-        require(0 <= step <= trainer.config.iterations and 0 <= time_ms < math.inf,
-                f"it is of step {step} and {time_ms} ms, not within ITERATIONS")
+        require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
         seen = state["training_tokens"]
         require(seen == loader.tokens, f"it read {seen} tokens, DATA_PATH has {loader.tokens}")
         trainer.load_state_dict(state)
@@ -1201,62 +1190,53 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
     """Take WARMUP_STEPS steps, undo them, start the clock."""
-    config, clock = trainer.config, trainer.clock
+    config = trainer.config
     before = saved(trainer.state_dict())
     for i in range(1, config.warmup_steps + 1 if config.iterations else 0):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{config.warmup_steps}")
-        clock.agree()
-        if clock.stop_signal:
-            break
     gc.collect()
-    trainer.load_state_dict(read_archive(before))
-
-def show(score: dict, digits: int = 8) -> str:
-    """The loss and the bits per byte of a score, as the published trainer prints them."""
-    return f"val_loss:{score['val_loss']:.{digits}f} val_bpb:{score['val_bpb']:.{digits}f}"
+    trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
 
 def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     """Log the model's score, off the clock. Collective."""
     clock = trainer.clock
     with clock.paused():
         score = validation.score(trainer.model)
-        log.event("val", f"step:{clock.step}/{clock.iterations} {show(score, 4)} train_time:"
-                  f"{clock.time_ms:.0f}ms step_avg:{clock.time_ms / max(clock.step, 1):.2f}ms"
-                  f"{validation.label}{' weights:live' * bool(trainer.average)}", step=clock.step,
-                  train_time_ms=clock.time_ms, **score)
+        label = validation.label + " weights:live" * bool(trainer.average)
+        log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
+                  "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms" + label,
+                  step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
+                  step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
         gc.collect()
 
-def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses: Tensor, norm: Tensor,
-             since: tuple[int, float]) -> None:
+def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses, norm, since) -> None:
     """Log the step just done; `since`: step and ms of the line before. Collective."""
     config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
     loss = trainer.ranks.sum(losses).item() / trainer.ranks.world_size
-    lr, grad_norm = trainer.optimizers[-1].param_groups[0]["lr"], norm.item()
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
-    epoch = step * loader.pieces * loader.stride / loader.tokens
-    cap_ms = trainer.clock.cap_ms
-    eta_s = max(0.0, min(cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
-    cap = f" cap:{time_ms / cap_ms:.1%}" if cap_ms < math.inf else ""
-    log.event("train", f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:"
-              f"{time_ms:.0f}ms step_avg:{time_ms / step:.2f}ms lr:{lr:.2e} "
-              f"grad_norm:{grad_norm:.3f} tok_per_sec:{rate:.0f}{cap} eta:{eta_s / 60:.1f}m "
-              f"epoch:{epoch:.3f}", step=step, train_loss=loss, train_time_ms=time_ms,
-              step_avg_ms=time_ms / step, lr=lr, grad_norm=grad_norm, tok_per_sec=rate,
-              eta_s=eta_s, epoch=epoch, mem_mib=trainer.ranks.peak_mib())
+    eta_s = max(0.0, min(trainer.clock.cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
+    log.event("train", "step:{step}/{iterations} train_loss:{train_loss:.4f} train_time:"
+              "{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} grad_norm:"
+              f"{{grad_norm:.3f}} tok_per_sec:{{tok_per_sec:.0f}} eta:{eta_s / 60:.1f}m "
+              "epoch:{epoch:.3f}", step=step, iterations=config.iterations, train_loss=loss,
+              train_time_ms=time_ms, step_avg_ms=time_ms / step, grad_norm=norm.item(),
+              lr=trainer.optimizers[-1].param_groups[0]["lr"], tok_per_sec=rate, eta_s=eta_s,
+              epoch=step * loader.pieces * loader.stride / loader.tokens,
+              mem_mib=torch.cuda.max_memory_allocated() >> 20)
 
 def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    first_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
+    saved_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
         trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
-        # A checkpoint comes first: validation and export can take long.
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
-        if clock.step > first_step and (saves or clock.stop_signal) and ranks.rank == 0:
-            save_checkpoint(trainer, loader, log)
+        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
+            saved_step = clock.step
+            save_checkpoint(trainer, loader, log)  # first: validation and export can take long
         if done or clock.stop_signal:
             return
         if is_due(clock.step, config.val_loss_every):
@@ -1268,10 +1248,9 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
         mean_ms = clock.time_ms / max(step - 1, 1)
         clock.time_ms += mean_ms
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
-        # Now and then, and near the cap at each step, the ranks agree on time, signals and faults.
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
-                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms
+                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # near the cap
                 or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
             may_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             if clock.agree(not (loss if may_overflow else loss + norm).isfinite()):
@@ -1282,43 +1261,42 @@ def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: Ru
             log_step(trainer, loader, log, loss, norm, last_line)
             last_line = (step, clock.time_ms)
 
-def export(trainer: Trainer, loader: TokenLoader | None, validation: Validation,
-           log: RunLog) -> None:
-    """Write final_model.pt and final_model.int8.ptz, and read the latter back. Calibration
-    reads training text: it is on the clock. A signal waits for the files. Raises OSError."""
+def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
+    """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     for p in trainer.model.parameters() if trainer.average else ():
         p.data.copy_(trainer.average.pop(0))
-    state = trainer.model.state_dict()
+    state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
     clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
-            floats = saved({name: t.cpu() for name, t in state.items()})
+            floats = saved(state)
             try:
                 write_whole(Path(config.out_dir, "final_model.pt"), floats)
             except OSError as error:  # a full disk may still hold the artifact
                 log.line(f"warning: {error}")
     batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
-    grams = calibrate(trainer.model, batches, ranks) if batches else None
+    grams = calibrate(trainer.model, batches, ranks) if batches else None  # on the clock
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
                  f"step:{clock.step}/{config.iterations}")
-    log.line(f"peak memory allocated: {ranks.peak_mib() or 'unknown'} MiB")
+    log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20 or 'unknown'} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        if ranks.device.type == "cuda":  # NCCL ends waiting ranks after ten minutes
-            torch.set_num_threads(os.cpu_count() or 1)  # torchrun gives one
+        if ranks.device.type == "cuda" and ranks.world_size > 1:  # torchrun gives one thread,
+            torch.set_num_threads(os.cpu_count())  # NCCL ten minutes to ranks that wait
         data, about = pack(state, config, grams)
         write_whole(path, data)
-        ratio = sum(t.nbytes for t in state.values()) / about["payload_bytes"]
-        log.event("export", f"""Serialized model: {len(floats)} bytes
+        log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
-Total submission size: {len(floats) + code_bytes} bytes
-Serialized model int8+zlib: {len(data)} bytes \
-(payload:{about["payload_bytes"]} raw_torch:{about["raw_bytes"]} payload_ratio:{ratio:.2f}x)
-Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
+Total submission size: {model_total} bytes
+Serialized model int8+zlib: {artifact_bytes} bytes \
+(payload:{payload_bytes} raw_torch:{raw_bytes} payload_ratio:{payload_ratio:.2f}x)
+Total submission size int8+zlib: {total_bytes} bytes""",
                   step=clock.step, model_bytes=len(floats), code_bytes=code_bytes,
+                  model_total=len(floats) + code_bytes, total_bytes=len(data) + code_bytes,
+                  payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
         if 0 < config.size_cap < len(data) + code_bytes:
             log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
@@ -1328,36 +1306,33 @@ Total submission size int8+zlib: {len(data) + code_bytes} bytes""",
     clock.agree()
 
 def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> None:
-    """Score what the artifact holds. Raises FloatingPointError if that is not finite."""
+    """Score what the artifact holds. Raises ValueError if that is not finite."""
     config, step, label = trainer.config, trainer.clock.step, validation.label
+    scored, took = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}", "eval_time:{eval_time_ms:.0f}ms"
     if config.eval_seq_len or config.eval_stride:
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
-        took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
-        log.event("windows", f"windows {show(score)} {took}", step=step, **score)
+        log.event("windows", f"windows {scored} {took}{label}", step=step, **score)
     score = validation.score(trainer.model)
-    took = f"eval_time:{score['eval_time_ms']:.0f}ms{label}"
-    log.event("final", f"final_int8_zlib_roundtrip {show(score, 4)} {took}\n"
-              f"final_int8_zlib_roundtrip_exact {show(score)}{label}", step=step, **score)
-    if not math.isfinite(score["val_loss"]):
-        raise FloatingPointError("the final score is not finite; lower the rates")
+    name, short = "final_int8_zlib_roundtrip", scored.replace("8", "4")
+    log.event("final", f"{name} {short} {took}{label}\n{name}_exact {scored}{label}",
+              step=step, **score)
+    require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 # ---- A run -----------------------------------------------------------------------------
-# `run` wires the parts. Nothing is written before all is checked; errors of the user are sentences.
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
-    builds = device == "cpu" and Path(sysconfig.get_path("include"), "Python.h").exists()
-    builds = builds and sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++"))
-    kind = "1" if device == "cuda" else "blocks" if builds else "0"
+    kind = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0"}.get(device, "0")
     chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
               "compile": kind if config.iterations else "0"}
     config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
-    # A step reads 8 spans, fewer if rows are few: 1, 2, 4 and 8 ranks compute the same.
-    length = config.train_seq_len
+    length = config.train_seq_len  # a step reads 8 spans: 1, 2, 4 and 8 ranks compute the same
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     least = spans_per_rank * ranks.world_size * length
+    require(2 * config.train_batch_tokens >= least, "TRAIN_BATCH_TOKENS="
+            f"{config.train_batch_tokens} is less than half of {least}; lower TRAIN_SEQ_LEN")
     tokens = max(1, round(config.train_batch_tokens / least)) * least
     if tokens != config.train_batch_tokens and ranks.rank == 0:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
@@ -1369,8 +1344,11 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
-    limit = config.micro_batch_tokens or limits[device]
-    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= limit]
+    most = min(rows, max(1, int((config.micro_batch_tokens or limits[device]) / length)))
+    micro_batch = next(n for n in range(most, 0, -1) if rows % n == 0)
+    if 4 * micro_batch < most and ranks.rank == 0:
+        print(f"warning: {rows} rows divide into passes of {micro_batch}, but {most} would fit: "
+              f"make TRAIN_BATCH_TOKENS a multiple of {tokens // rows * most}", file=sys.stderr)
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
@@ -1378,13 +1356,13 @@ def resolve(config: Config, ranks: Ranks) -> Config:
             f"or not the model's, of TOKENIZER_SHA256={config.tokenizer_sha256}; use its data")
     return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
                    attn=choose_attention(config, ranks.device), grad_accum_steps=spans_per_rank,
-                   train_batch_tokens=tokens, micro_batch_tokens=max(fitting, default=1) * length,
+                   train_batch_tokens=tokens, micro_batch_tokens=micro_batch * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
 
 def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validation, log: RunLog,
              overrides: dict) -> None:
     """Log data, model and settings, in lines that begin as the published trainer's."""
-    c, ranks, model = trainer.config, trainer.ranks, trainer.model
+    c, ranks = trainer.config, trainer.ranks
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
     log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
@@ -1396,7 +1374,7 @@ tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{len(loader.shards) if loader else 0} \
 tokens:{loader.tokens if loader else 0}
 val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.count}{validation.label}
-model_params:{sum(p.numel() for p in model.parameters())}
+model_params:{sum(p.numel() for p in trainer.model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
 sdp_backends:{" ".join(f"{name}={c.attn in name}" for name in SDPA)}
@@ -1408,13 +1386,50 @@ iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
 
+def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
+    """Compile training's graphs; if that fails, go on without or raise ValueError. Collective."""
+    config, model, failure = trainer.config, trainer.model, ""
+    for part in [model] if config.compile == "1" else model.blocks:
+        part.compile(dynamic=False, fullgraph=True)
+    if config.compile == "blocks":
+        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    try:
+        for loops in sorted({0, config.num_loops}):  # two graphs if blocks run again
+            model.loops = loops
+            model(*loader.batches(0)[0]).backward()
+    except Exception as error:  # of Inductor, the C++ compiler or the file system
+        failure = [*re.findall(".*error: .*", str(error)), *str(error).splitlines(), repr(error)][0]
+    model.zero_grad()
+    if any(trainer.ranks.max(bool(failure))):
+        failure = f"COMPILE={config.compile} failed: {failure}"
+        require(is_optional, f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
+        print(f"warning: {failure}; training is slower without it", file=sys.stderr)
+        torch.compiler.set_stance("force_eager")
+
+@contextmanager
+def signals_kept(clock: Clock):
+    """While a run trains, `clock` keeps signals and no garbage is collected."""
+    handlers = {}
+    for number in signal.Signals:
+        if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN:  # nohup, shells
+            with suppress(ValueError):  # in a thread
+                handlers[number] = signal.signal(number, clock.on_signal)
+    if not handlers:
+        print("warning: in a thread, signals do not stop a run", file=sys.stderr)
+    gc.disable()  # it slows compiling, and one rank's collection would hold up the others
+    try:
+        yield
+    finally:
+        gc.enable()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
 def run(config: Config, overrides: dict, source: str) -> int:
     """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    checkpoint = find_checkpoint(config) if config.resume else None
-    run_id = config.run_id or (checkpoint["run_id"] if checkpoint else "")
-    config = resolve(replace(config, run_id=run_id), ranks)
+    checkpoint = find_checkpoint(config) if config.resume else {}
+    config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
     model = Path("logs", config.run_id, MODEL_FILE)  # in OUT_DIR, a model may be replaced
     require(checkpoint or not exports or model.parent != Path(config.out_dir) or not model.exists(),
@@ -1427,9 +1442,8 @@ def run(config: Config, overrides: dict, source: str) -> int:
     facts |= {"the validation text": sha256(validation.tokens).digest(),
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
-    own = [zlib.crc32(repr(value).encode()) for value in facts.values()]
-    differs = ranks.max(*(a != b for a, b in zip(own, ranks.max(*own))))
-    wrong = [name for name, is_wrong in zip(facts, differs) if is_wrong]
+    codes = {name: zlib.crc32(repr(value).encode()) for name, value in facts.items()}
+    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]
     require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
@@ -1438,38 +1452,24 @@ def run(config: Config, overrides: dict, source: str) -> int:
     if ranks.rank == 0:
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
-    log = RunLog(config.run_id, source, is_main=ranks.rank == 0)
+    log = RunLog(config.run_id, source, ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides)
     if checkpoint:
-        log.event("resume", f"resumed: step:{clock.step} train_time:{clock.time_ms:.0f}ms "
-                  f"from {checkpoint['path']}", step=clock.step, train_time_ms=clock.time_ms,
-                  file=checkpoint["path"])
+        log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
+                  step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
     del checkpoint
-    gc.disable()  # it slows compiling, and one rank's collection would hold up the others
-    if config.iterations and config.compile != "0":  # before the first step, of all ranks
-        log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
-        for part in [trainer.model] if config.compile == "1" else trainer.model.blocks:
-            part.compile(dynamic=False, fullgraph=True)
-        if config.compile == "blocks":
-            trainer.model.loss = torch.compile(trainer.model.loss, dynamic=False, fullgraph=True)
-        for loops in sorted({0, config.num_loops}):  # two graphs if blocks run again
-            trainer.model.loops = loops
-            trainer.model(*loader.batches(0)[0]).backward()
-        trainer.model.zero_grad(set_to_none=True)
-    stops = [number for number in signal.Signals  # not those that nohup and shells ignore
-             if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN]
-    for number in stops:
-        signal.signal(number, clock.on_signal)
-    warm_up(trainer, loader, log)
-    train(trainer, loader, validation, log)
-    if exports and not clock.stop_signal:
-        export(trainer, loader, validation, log)  # a signal that comes now waits for its files
+    with signals_kept(clock):
+        if config.iterations and config.compile != "0":
+            log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
+            compile_model(trainer, loader, is_optional="COMPILE" not in overrides)
+        warm_up(trainer, loader, log)
+        train(trainer, loader, validation, log)
+        if exports and not clock.stop_signal:
+            export(trainer, loader, validation, log)  # a signal that comes now waits for its files
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
     else:
-        for number in stops:
-            signal.signal(number, signal.SIG_DFL)  # the files are written: end at once
         log_final_scores(trainer, validation, log)
     ranks.max(0)  # wait for all: gloo aborts in a rank whose peer has left
     return 128 + int(clock.stop_signal) if clock.stop_signal else 0
@@ -1481,10 +1481,10 @@ def main() -> int:
         return 0
     status = 1
     try:
-        status = run(*load_config(sys.argv[1:], {**os.environ}), Path(__file__).read_text("utf-8"))
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt,
-            dist.DistNetworkError) as error:
-        print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
+        status = run(*load_config(sys.argv[1:], os.environ), Path(__file__).read_text("utf-8"))
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError) as error:
+        hint = "; raise ulimit -n" if "Too many open files" in str(error) else ""
+        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
         print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
     if dist.is_initialized():  # threads of gloo may abort Python's own end

@@ -68,16 +68,18 @@ def warn_of_overfitting(events: list[dict]) -> str:
     last, best = scores[-1]["val_loss"], min(scores, key=lambda event: event["val_loss"])
     before = [event["val_loss"] for event in scores if event["step"] <= 0.8 * scores[-1]["step"]]
     read = f"\nwarning: the training text was read {train['epoch']:.0f} times"
-    advice = "use more text, a shorter run or a smaller model"
+    dropout = events[0].get("config", {}).get("DROPOUT", 0)
+    more = next((f"DROPOUT={share}" for share in (0.1, 0.3, 0.5) if share > dropout), "a smaller MODEL_DIM")
+    shorter = f"set {more} and ITERATIONS={best['step']}, or use more text"
     if last > best["val_loss"] + RISE:
         return (f"{read}. Validation loss was lowest at step {best['step']:,} ({best['val_loss']:.2f} nats) and has risen to "
-                f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text; {advice}")
+                f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text; {shorter}")
     if before and last > min(before) - RISE:
         step = next(event["step"] for event in scores if event["val_loss"] <= last + RISE)
-        return f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; {advice}"
+        return f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; {shorter}"
     if last > train["train_loss"] + GAP:
         return (f"{read}. Training loss is {train['train_loss']:.2f} nats and validation loss {last:.2f}: the model has memorized "
-                f"much of the text; {advice}")
+                f"much of the text; set {more}, or use more text")
     return ""
 
 

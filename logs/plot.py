@@ -6,7 +6,8 @@
 
 Runs of one script and one text that differ only in SEED become one line, their mean, in a band from the smallest to the
 largest. Thin lines are the training loss of single steps, the thick ones over them their moving mean, dots validations, and
-stars the scores of the artifacts. Losses per token are only compared between runs of one vocabulary and one text.
+stars the scores of the artifacts. A dotted line marks the lowest validation of a run that learnt its text by heart. Losses
+per token are only compared between runs of one vocabulary and one text.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, read_history
+from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, read_history, warn_of_overfitting
 
 # Runs that differ only in these settings are seeds of one line.
 SAME_LINE = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
@@ -166,7 +167,12 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
         label, = groups
         memory = max(event.get("mem_mib") or 0 for run in groups[label] for event in run.events)
         axes.set_title(label + f"; peak memory {memory:,} MiB" * (memory > 0), fontsize=10)
-        axes.legend(handles, ["validation" if h.get_marker() == "o" else "training" for h in handles], loc="upper right")
+        titles = ["validation" if h.get_marker() == "o" else "training" for h in handles]
+        if warn_of_overfitting(groups[label][0].events):
+            steps, values = curve(groups[label][0], "val", *panels[0])
+            handles.append(axes.axvline(steps[values.argmin()], color="black", linestyle=":"))
+            titles.append("lowest validation")
+        axes.legend(handles, titles, loc="upper right")
     else:
         by_label = dict(zip(labels, handles))
         picture.legend(by_label.values(), by_label.keys(), loc="outside upper center",

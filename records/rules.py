@@ -24,9 +24,9 @@ FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 PACKAGES = {"torch", "numpy", "sentencepiece", "tiktoken"}
 # Of the standard library, what trainers use.
 MODULES = set("""__future__ abc argparse base64 bisect bz2 collections contextlib copy ctypes dataclasses datetime difflib enum
-    errno fractions functools gc glob hashlib heapq inspect io itertools json lzma math operator os pathlib platform queue random
-    re secrets shutil signal statistics string struct subprocess sys sysconfig tempfile textwrap threading time traceback typing
-    uuid warnings weakref zipfile zlib""".split())  # noqa: SIM905
+    errno fcntl fractions functools gc glob hashlib heapq inspect io itertools json lzma math operator os pathlib platform queue
+    random re secrets shutil signal statistics string struct subprocess sys sysconfig tempfile textwrap threading time traceback
+    typing uuid warnings weakref zipfile zlib""".split())  # noqa: SIM905
 FORBIDDEN_NAMES = {"exec", "eval", "compile", "__import__", "__builtins__", "__loader__"}
 FORBIDDEN = re.compile(
     r"(^|[._])os\.(system|popen|fork|exec|spawn|posix_spawn)|(^|[._])sys\.modules|(^|\.)torch\.(hub|package|jit\.load)"
@@ -39,7 +39,7 @@ KEEP_THEIR_NAMES = {"ctypes", "os", "subprocess", "sys", "torch"}  # "import os 
 # Every mention of these two modules but their import and the calls that a script may make.
 OTHER_USES = {
     "subprocess for more than nvidia-smi and scontrol": re.compile(
-        r"\bsubprocess\b(?!\.\w+\(\[?'(timeout \d+ )?(nvidia-smi|scontrol)( [\w -]*)?'((, '[\w =,./-]*')*\])?"
+        r"\bsubprocess\b(?!\.\w+\(\[?'(timeout \d+ )?(nvidia-smi|scontrol)( [\w -]*)?( 2> /dev/null)?'((, '[\w =,./-]*')*\])?"
         r"(, (capture_output|text|check|timeout)=\w+)*\))"),
     "ctypes for more than mallopt": re.compile(r"\bctypes\b(?!\.CDLL\(None\)\.mallopt\(-?\d+, -?\d+\))"),
 }

@@ -1,12 +1,10 @@
 """What the tests share: the scripts on the path, the trainer in this process and as a subprocess."""
 
 import contextlib
-import gc
 import io
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,15 +132,11 @@ def run_here(monkeypatch, folder: Path, *arguments: str) -> None:
     """run_trainer in this process, which saves the start; SystemExit carries what it wrote to stderr."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, arguments)])
-    handlers = {number: signal.getsignal(number) for number in signal.Signals if number.name in train_gpt.STOPS}
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             status = train_gpt.main()
     finally:
-        gc.enable()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         print(errors.getvalue(), file=sys.stderr, end="")
     if status:
         raise SystemExit(errors.getvalue().strip() if status == 1 else status)

@@ -72,16 +72,6 @@ def test_ranks_read_disjoint_spans_of_what_one_rank_would_read(tmp_path):
                 position += 129
 
 
-def test_a_gpu_reads_from_pinned_memory(tmp_path, monkeypatch):
-    """A copy from pinned memory goes on by itself. PyTorch cannot pin what it makes of NumPy arrays at once."""
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.dtype) or tensor)
-    config, _ = stream_config(tmp_path, [5000])
-    [on_cpu], [on_gpu] = loaders(config, 1), loaders(train_gpt.replace(config, device="cuda"), 1)
-    assert all(torch.equal(a, b) for a, b in zip(whole_batch(on_cpu, 3), whole_batch(on_gpu, 3)))
-    assert pinned == [torch.int64] * 2  # of the first step, when the tokens are checked, and of this one
-
-
 def test_an_epoch_of_the_shuffled_stream_has_every_row_once_in_another_order(tmp_path):
     config, tokens = stream_config(tmp_path, [1500, 40, 2000, 777], loader="shuffled")
     (loader,), epoch = loaders(config, 1), (len(tokens) - 1) // 32
@@ -177,7 +167,7 @@ def test_every_token_is_scored_once_with_the_longest_context(tmp_path, length, s
         return model(x, y)
 
     for rank in range(world_size):
-        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0,
+        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0, put=torch.from_numpy,
                                       sum=lambda nats: parts.append(nats.item()) or nats)
         score = train_gpt.Validation(config, ranks).score(noted, length, stride)
     assert sum(parts) == pytest.approx(total, rel=1e-5) and len(shapes) == 1

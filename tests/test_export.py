@@ -1,5 +1,6 @@
 """The artifact: its format, its arithmetic, and the files that are refused."""
 
+import math
 import subprocess
 import sys
 import zipfile
@@ -51,6 +52,16 @@ def test_rounding_to_few_bits(bits, deviations):
     assert (difference <= 0.51 * limit[:, None] / levels + 1e-3 * limit[:, None]).all()
     for gram in (torch.eye(64), torch.zeros(64, 64)):  # nothing to make good, and a layer without inputs
         assert torch.equal(train_gpt.round_rows(weight, bits, deviations, gram)[0], values)
+
+
+def test_a_gram_matrix_that_does_not_factorise_is_left_out(capsys):
+    weight = torch.randn(8, 16)
+    for gram, is_warned in ((torch.zeros(16, 16), False), (torch.full((16, 16), math.inf), True), (-torch.eye(16), True)):
+        values, scales = train_gpt.round_rows(weight, 5, 0.0, gram)
+        assert ("a (8, 16) matrix is rounded without GPTQ" in capsys.readouterr().err) == is_warned
+        if is_warned:
+            assert torch.equal(values, train_gpt.round_rows(weight, 5, 0.0)[0])
+        assert (values * scales[:, None] - weight).abs().max() < scales.max()
 
 
 def test_gptq_halves_the_error_of_the_outputs():
@@ -166,7 +177,7 @@ def test_hostile_artifacts_are_refused(tmp_path):
         scale = scales[name].clone()
         scale[3] = value
         refused(f"a scale of {name} is not positive", scales={**scales, name: scale})
-    other = f"{name} or its scale has another shape or type"
+    other = f"{name} has another shape or type"
     refused(other, scales={**scales, name: scales[name][:-1]})
     # A stride of zero promises more values than any memory holds: nothing may compute with them before it is refused.
     refused(other, scales={**scales, name: torch.ones(1).half().expand(10**12)})
@@ -214,12 +225,11 @@ for path in sys.argv[1:]:
         for entry in stored.infolist():
             deflated.writestr(entry.filename, stored.read(entry.filename))
     (tmp_path / "inside.ptz").write_bytes(zlib.compress((tmp_path / "deflated.pt").read_bytes()))
-    reasons = {"bomb.ptz": "it has more than the", "stored.pt": "it has more than the", "deflated.pt": "packed entries",
-               "inside.ptz": "packed entries"}
+    reasons = {"bomb.ptz": "not a zip file", "deflated.pt": "packed entries", "inside.ptz": "packed entries"}
     result = subprocess.run([sys.executable, "-c", code, *reasons], cwd=tmp_path, capture_output=True, text=True, check=True)
     for line, (name, reason) in zip(result.stdout.splitlines(), reasons.items(), strict=True):
         seconds, mib, message = line.split(" ", 2)
-        assert message.startswith(name) and reason in message and float(seconds) < 1 and float(mib) < 300, line
+        assert message.startswith(name) and reason in message and float(seconds) < 2 and float(mib) < 700, line
 
 
 @pytest.mark.parametrize("name", ["good.ptz", "good.pt"])

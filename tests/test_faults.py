@@ -1,6 +1,8 @@
 """Nothing is lost: resuming, signals, steps that are not finite, damaged checkpoints, full disks, ranks that differ."""
 
+import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 
@@ -100,7 +103,7 @@ def checkpointed(tmp_path, whole):
 @pytest.mark.parametrize("loader", ["sequential", "shuffled"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, data, loader, capsys):
     """Over the end of an epoch, in step 7. Checkpoints and the warm-up change nothing."""
-    settings = dict(LOADER=loader, TRAIN_BATCH_TOKENS=2048)
+    settings = dict(LOADER=loader, TRAIN_BATCH_TOKENS=2048, DROPOUT=0.2)
     plain = tiny_run(monkeypatch, tmp_path / "plain", data, **settings)
     saved = tiny_run(monkeypatch, tmp_path / "saved", data, **settings, CHECKPOINT_EVERY=4, KEEP_CHECKPOINTS=9, WARMUP_STEPS=0)
     assert losses(plain) == losses(saved) and artifacts(tmp_path / "plain") == artifacts(tmp_path / "saved")
@@ -173,7 +176,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
             tiny_run(monkeypatch, folder, data, **{"RESUME": path, **changes})
 
     refused("MATRIX_LR was 0.02 and is 0.03; BETA2 was 0.95 and is 0.9", MATRIX_LR=0.03, BETA2=0.9)
-    refused("it is of step 3 and .* ms, not within ITERATIONS", ITERATIONS=2)
+    refused("its step is beyond ITERATIONS", ITERATIONS=2)
     other = make_shards(tmp_path)
     write_shard(other / "tiny_train_000002.bin", np.arange(256) % 256)
     refused("does not fit this run: it read 14000 tokens, DATA_PATH has 14256", data=other)
@@ -181,7 +184,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     state = torch.load(path)
     state["config"]["no_such_switch"] = True  # of a script that has one more
     torch.save(state, tmp_path / "newer.pt")
-    refused("settings: NO_SUCH_SWITCH was True and is 'unknown to this script'", RESUME=tmp_path / "newer.pt")
+    refused("settings: NO_SUCH_SWITCH is unknown now", RESUME=tmp_path / "newer.pt")
     state["config"]["no_such_switch"] = False
     torch.save(state, tmp_path / "older.pt")
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=tmp_path / "older.pt", TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0,
@@ -202,7 +205,6 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
     path = tmp_path / "bad_00000003.pt"
     for wanted, changes in (
             ("it is of another version", {"format": 1}),
-            ("it is of step 3 and nan ms, not within ITERATIONS", {"time_ms": float("nan")}),
             ("does not fit this run", {"config": {**state["config"], "seed": torch.zeros(3)}}),
             ("was trained with other settings", {"config": {"run_id": "bad"}}),
             ("cannot be used: ", {"config": 3}),
@@ -408,6 +410,71 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
             pytest.warns(UserWarning, match="logs/run.txt: a line was not written: not writable"):
         log.event("train", "step:1/9", step=1)
     assert events(tmp_path, "run")[0]["step"] == 1
+
+
+def test_a_run_id_is_not_used_twice_at_once(tmp_path, monkeypatch, data, capsys):
+    """The system forgets the lock when the process dies."""
+    (tmp_path / "logs").mkdir()
+    code = "import fcntl, time; f = open('logs/run.txt', 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(SystemExit, match="^train_gpt.py: a run writes to logs/run.txt: stop it or change RUN_ID$"):
+            tiny_run(monkeypatch, tmp_path, data)
+        assert [path.name for path in (tmp_path / "logs").iterdir()] == ["run.txt"]
+        other.kill()
+    assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"
+    assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"  # again in this process
+
+
+@pytest.mark.parametrize("setting", ["", "COMPILE=blocks", "COMPILE=1"])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux compiles by default")
+def test_a_compiler_that_fails_ends_only_runs_that_asked_for_it(tmp_path, data, setting):
+    words = [word for word in tiny_arguments(data, RUN_ID="run") if not word.startswith("COMPILE=")]
+    environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    result = run_trainer(tmp_path, *words, *setting.split(), environment=environment)
+    line, = (line for line in result.stderr.splitlines() if "failed: InvalidCxxCompiler: No working C++ compiler" in line)
+    if setting:
+        assert result.returncode == 1 and line.startswith(f"train_gpt.py: {setting} failed: ") and "set COMPILE=0" in line
+    else:
+        assert result.returncode == 0 and line.startswith("warning: COMPILE=blocks failed: "), result.stderr
+
+
+def test_a_run_puts_back_what_it_changes_in_its_process(tmp_path, monkeypatch, data, capsys):
+    """For notebooks; in a thread, whose signals it cannot have, it says so."""
+    def process():
+        return [signal.getsignal(number) for number in signal.Signals], gc.isenabled(), torch.get_num_threads()
+
+    before = process()
+    for folder, failure in (("whole", None), ("broken", RuntimeError("a bug"))):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        if failure:
+            monkeypatch.setattr(train_gpt, "train", lambda *_: (_ for _ in ()).throw(failure))
+        with contextlib.suppress(RuntimeError):
+            train_gpt.run(*train_gpt.load_config(tiny_arguments(data, RUN_ID="run"), {}), "")
+        assert process() == before
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    threading.Thread(target=train_gpt.run, args=(*train_gpt.load_config(tiny_arguments(data, RUN_ID="run"), {}), "")).start()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("Thread"):
+            thread.join()
+    assert "warning: in a thread, signals do not stop a run" in capsys.readouterr().err
+    assert events(tmp_path, "run")[-1]["event"] == "final"
+
+
+@pytest.mark.parametrize("numbers, seconds, ends", [
+    ((signal.SIGINT, signal.SIGINT), 0.5, False), ((signal.SIGINT, signal.SIGINT), 2, True),
+    ((signal.SIGINT, signal.SIGTERM), 2, True),  # what torchrun makes of the second Ctrl-C
+    ((signal.SIGTERM, signal.SIGTERM), 2, False), ((signal.SIGTERM, signal.SIGINT), 2, True)])
+def test_a_second_ctrl_c_ends_at_once(monkeypatch, numbers, seconds, ends):
+    clock, codes = train_gpt.Clock(tiny_config(), one_process()), []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    clock.on_signal(numbers[0], None)
+    later = time.monotonic() + seconds
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    clock.on_signal(numbers[1], None)
+    assert codes == [128 + numbers[1]] * ends
 
 
 def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(tmp_path, monkeypatch, data):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import tiny_config
+from conftest import make_shards, tiny_config
 
 CPU = torch.device("cpu")
 REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True, lanes=2,
@@ -15,6 +15,48 @@ REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclus
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
                         if f.type is bool and f.metadata["kind"] == "kept" and not f.default}
+
+
+def masks_of(rank: int, world_size: int, step: int, data, **changes) -> torch.Tensor:
+    """The dropout masks of a rank in a step (B, layers, 2, D)."""
+    changes = dict(data_path=str(data), dropout=0.5, train_batch_tokens=1024, grad_accum_steps=8 // world_size) | changes
+    loader = train_gpt.TokenLoader(tiny_config(**changes), train_gpt.Ranks(rank, world_size, CPU))
+    return torch.cat([batch[2] for batch in loader.batches(step)])
+
+
+@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
+def test_dropout_follows_from_seed_step_and_row(tmp_path, loader):
+    data = make_shards(tmp_path)
+    one = masks_of(0, 1, 3, data, loader=loader)
+    assert one.shape == (32, 2, 2, 32) and set(one.unique().tolist()) == {0.0, 2.0} and 0.9 < one.mean() < 1.1
+    both = [masks_of(rank, 2, 3, data, loader=loader) for rank in (0, 1)]
+    pieces = 1 if loader == "shuffled" else 4  # rows of a span
+    assert torch.equal(torch.stack([part.unflatten(0, (-1, pieces)) for part in both], dim=1).flatten(0, 2), one)
+    assert torch.equal(masks_of(0, 1, 3, data, loader=loader), one)
+    for changes in (dict(step=4), dict(seed=2)):
+        step = changes.pop("step", 3)
+        assert 0.4 < (masks_of(0, 1, step, data, loader=loader, **changes) == one).float().mean() < 0.6
+
+
+def test_dropout_drops_channels_of_a_rows_outputs_alone():
+    """For all tokens of a row; what a token sees is what it saw. A mask of ones, as in scoring, changes no bit."""
+    model = trained_like(tiny_config(lanes=1, num_loops=1))
+    tokens = torch.randint(0, 260, (3, 32))
+    ones = torch.ones(3, 2, 2, 32)
+    assert torch.equal(model.hidden(tokens, ones), model.hidden(tokens))
+    masks = ones.clone()
+    masks[1, 0, 1, 5] = masks[1, 1, 0, 7] = 0
+    dropped = model.hidden(tokens, masks)
+    same = (dropped == model.hidden(tokens)).flatten(1).all(1)
+    assert same.tolist() == [True, False, True]
+    later = tokens.clone()
+    later[:, 20:] = 1
+    assert torch.equal(model.hidden(later, masks)[:, :20], dropped[:, :20])
+    block, x = model.blocks[0], torch.randn(3, 32, 32)
+    cos, sin = model.rotary[:, :32]
+    whole, without = (block(x, x, cos, sin, None, given)[0] for given in (None, torch.zeros(3, 2, 32)))
+    mix = block.resid_mix
+    assert not torch.equal(whole, without) and torch.allclose(without, (mix[0] + mix[1]) * x)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ SETTINGS = {  # all techniques; small matrices are rounded, too; the clock does 
     "RUN_ID": "run", "OUT_DIR": "out", "COMPILE": "auto", "DTYPE": "auto", "INT8_KEEP_FLOAT_MAX_NUMEL": 256, "EXPORT_BITS": 6,
     "GPTQ_BATCHES": 1, "EMA_DECAY": 0.9, "GRAD_CLIP_NORM": 1, "NUM_LOOPS": 1, "LOOP_AT": 0.3, "LANES": 1, "HEAD_GATE": 1,
     "SMEAR": 1, "SHIFT_KEYS": 1, "EXCLUSIVE_ATTN": 1, "MUON_ROW_NORM": 1, "EVAL_SEQ_LEN": 64, "CHECKPOINT_EVERY": 2,
-    "MLP_SLOPE": 0.5, "ROPE_DIMS": 8, "WEIGHT_DECAY": 0.1}
+    "MLP_SLOPE": 0.5, "ROPE_DIMS": 8, "WEIGHT_DECAY": 0.1, "DROPOUT": 0.1}
 H100, T4, RTX_5090, MAC = "cuda 9.0 80", "cuda 7.5 15", "cuda 12.0 32", "mps 0.0 0"
 CARDS = {  # device, type, attention kernel; graphs: training before and after LOOP_AT, calibration (never compiled), windows
     H100: ("cuda", "bfloat16", "cudnn", 4), T4: ("cuda", "float16", "efficient", 4),
@@ -89,14 +89,15 @@ def test_presets_run(tmp_path, data, preset):
 SAME_DEVICE = "Expected all tensors to be on the same device"
 FAULTS = {  # what was right, what is planted, what refuses it; card and ranks where they matter
     "an array of NumPy is pinned as it is made": (
-        "ids.pin_memory() if", "torch.tensor(ids.numpy(), pin_memory=True) if", "Can't pin tensor constructed from numpy"),
+        "tensor.pin_memory() if", "torch.tensor(array, pin_memory=True) if", "Can't pin tensor constructed from numpy"),
     "ids of the loss on the CPU": ("dtype=torch.int32, device=logits.device", "dtype=torch.int32", SAME_DEVICE),
     "optimizers are built before the model moves": (
         "self.model.to(ranks.device)\n        self.optimizers = build_optimizers(self.model, config, ranks)",
         "self.optimizers = build_optimizers(self.model, config, ranks)\n        self.model.to(ranks.device)", "grad"),
     "average on the CPU": ("p.data.float().clone() for", "p.data.float().cpu().clone() for", SAME_DEVICE),
     "NumPy from the device": ("loss.to(device).double()", "torch.from_numpy(loss.numpy()).double()", "numpy"),
-    "a validation batch is not moved": ("torch.from_numpy(pair).to(ranks.device)", "torch.from_numpy(pair)", SAME_DEVICE),
+    "a validation batch is not moved": ("*ranks.put(pair)", "*torch.from_numpy(pair)", SAME_DEVICE),
+    "dropout masks on the CPU": ("self.ranks.put(self.dropout_masks(step))", "torch.from_numpy(self.dropout_masks(step))", SAME_DEVICE),
     "Ranks.max on the CPU": (
         "dtype=torch.float64, device=self.device", "dtype=torch.float64", "No backend type", H100, 2),
     "a gather of a tensor with gaps": ("gather(updates, part,", "gather(updates, part.mT.contiguous().mT,", "contiguous", H100, 2),

@@ -17,6 +17,7 @@ import sample
 import torch
 import train_gpt
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments, tiny_config
+from prepare import learn_vocabulary
 from test_model import SWITCHES, trained_like
 
 NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name, value in SWITCHES.items()}
@@ -24,10 +25,9 @@ NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with final_model.int8.ptz, final_model.pt and another tokenizer, other.json, and its data."""
+    """A folder with final_model.int8.ptz, final_model.pt and another tokenizer, other.model, and its data."""
     folder = tmp_path_factory.mktemp("trained")
-    tokens = [""] * 4 + [chr(byte) for byte in range(256)]
-    (folder / "other.json").write_text(json.dumps({"kind": "table", "bos": -1, "tokens": tokens}))
+    learn_vocabulary("char", ["the fox"], folder / "other.model")
     data = make_shards(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         run_here(monkeypatch, folder, *tiny_arguments(
@@ -53,8 +53,8 @@ def call(monkeypatch, capsys):
 
 def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
     folder, data = trained
-    with pytest.raises(SystemExit, match="other.json is missing or not the model's, of TOKENIZER_SHA256="):
-        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={folder / 'other.json'}", "ITERATIONS=0",
+    with pytest.raises(SystemExit, match="other.model is missing or not the model's, of TOKENIZER_SHA256="):
+        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={folder / 'other.model'}", "ITERATIONS=0",
                  "COMPILE=0", f"INIT_FROM={folder / 'final_model.int8.ptz'}")
 
 
@@ -62,7 +62,7 @@ def repacked(artifact: bytes, changes: dict) -> bytes:
     """An artifact that says something else of itself, and nothing else than that."""
     raw = zlib.decompress(artifact)
     about = {**json.JSONDecoder().raw_decode(raw.decode("latin-1"), raw.index(b'{"TOKENIZER_PATH'))[0], **changes}
-    state = train_gpt.read_archive(raw)
+    state = torch.load(io.BytesIO(raw))
     return zlib.compress(train_gpt.saved({**state, "about": json.dumps(about)}))
 
 
@@ -106,11 +106,32 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     assert sample.find_tokenizer(model, tmp_path / "logs" / "wd0.05" / "final_model.pt").vocab_size == 260
 
 
+def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypatch):
+    """As an artifact has: what they compute is the same, and what is set otherwise is an error that names it."""
+    folder, data = trained
+    words = tiny_arguments(data, RUN_ID="kept", **NAMES, ROPE_BASE=100, CHECKPOINT_EVERY=4)
+    run_here(monkeypatch, tmp_path, *words)
+    checkpoint, scores = tmp_path / "checkpoints" / "kept_00000004.pt", []
+    for name in ("final_model.pt", checkpoint):
+        own = [word for word in words if name == "final_model.pt" or word.split("=")[0] not in train_gpt.KEPT]
+        run_here(monkeypatch, tmp_path, *own, "RUN_ID=score", "ITERATIONS=0", f"INIT_FROM={name}", "OUT_DIR=out")
+        scores.append(json.loads((tmp_path / "logs" / "score.jsonl").read_text().splitlines()[-1])["val_loss"])
+    assert scores[0] == scores[1]
+    assert sample.load(checkpoint).config.rope_base == 100
+    for path in (checkpoint, folder / "final_model.int8.ptz"):
+        for word in ("SHIFT_KEYS=0", "LOGIT_SOFTCAP=5", "NUM_LAYERS=3"):
+            name, value = word.split("=")
+            with pytest.raises(ValueError, match=rf"{name}={value} \(argument\), but the model in INIT_FROM=.* has {name}="):
+                train_gpt.load_config([word, f"INIT_FROM={path}"], {})
+        config, _ = train_gpt.load_config([f"INIT_FROM={path}", "TRAIN_SEQ_LEN=64", "DTYPE=bfloat16"], {"MODEL_DIM": "32"})
+        assert (config.train_seq_len, config.shift_keys) == (64, True)
+
+
 def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
     started = time.monotonic()
     for text in (b'{"TOKENIZER_PATH": ' * 50_000, b'{"TOKENIZER_PATH": ' + b"[" * 900_000, b"x" * 10 ** 8):
         (tmp_path / "a.ptz").write_bytes(zlib.compress(text))
-        assert train_gpt.read_description(tmp_path / "a.ptz") == {}
+        assert train_gpt.read_settings(tmp_path / "a.ptz") == {}
     assert time.monotonic() - started < 30  # a search for the end of each beginning takes minutes
 
 
@@ -166,7 +187,7 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
 
 
 @pytest.mark.parametrize("script, arguments, message", [
-    (sample, ["final_model.int8.ptz", "--tokenizer", "other.json"], "other.json is not the one"),
+    (sample, ["final_model.int8.ptz", "--tokenizer", "other.model"], "other.model is not the one"),
     (sample, ["final_model.pt", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
     (export_hf, ["final_model.pt", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
 def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, arguments, message):
@@ -177,9 +198,10 @@ def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, argume
 
 @pytest.mark.parametrize("epoch, trained, losses, says", [
     (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "read 9 times. Validation loss was lowest at step 30 (2.60 nats) and has risen to 3.10"),
+    (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "; set DROPOUT=0.1 and ITERATIONS=30, or use more text"),
     (9.0, 2.5, [3.5, 3.0, 2.6, 2.605, 2.601], "stopped falling at about step 30 of 50"),
     (9.0, 2.5, [3.5, 3.0, 2.6, 2.598, 2.595], "stopped falling at about step 30 of 50"),
-    (9.0, 1.0, [3.5, 3.0, 2.8, 2.5, 2.4], "Training loss is 1.00 nats and validation loss 2.40: the model has memorized"),
+    (9.0, 1.0, [3.5, 3.0, 2.8, 2.5, 2.4], "Training loss is 1.00 nats and validation loss 2.40: the model has memorized much of the text; set DROPOUT=0.1, or"),
     (9.0, 2.0, [3.5, 3.0, 2.8, 2.5, 2.4], ""), (9.0, 2.0, [2.4], ""), (9.0, 2.0, [], ""),
     (3.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "")])  # more than once, but too few readings to be the reason
 def test_a_text_that_is_learnt_by_heart_is_a_warning(epoch, trained, losses, says):
