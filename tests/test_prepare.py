@@ -81,6 +81,48 @@ def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
     assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(30)]
 
 
+@pytest.mark.parametrize("drops", [1, 99])
+def test_a_stream_goes_on_after_its_connection_dropped(tmp_path, monkeypatch, capsys, drops):
+    """From the next row, a few times for one row."""
+    left = [drops]
+
+    class Stream(list):
+        def __iter__(self):
+            for row in list.__iter__(self):
+                if row["text"] == "row 7" and left[0]:
+                    left[0] -= 1
+                    raise OSError("connection reset")
+                yield row
+
+        def skip(self, number):
+            return Stream(self[number:])
+
+    monkeypatch.setattr(sources, "HUB_PAUSE_S", 0)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(
+        load_dataset=lambda *_, **__: Stream({"text": f"row {i}"} for i in range(20)), get_dataset_split_names=lambda *_: []))
+    if drops == 1:
+        make(monkeypatch, tmp_path / "out", "hf://me/texts", "--val-docs", 2)
+        assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(20)]
+        assert "hf://me/texts, row 8: OSError('connection reset'); trying again" in capsys.readouterr().err
+    else:
+        with pytest.raises(SystemExit, match="hf://me/texts, row 8 cannot be read: OSError"):
+            make(monkeypatch, tmp_path / "out", "hf://me/texts", "--val-docs", 2)
+
+
+def test_another_encoding_can_be_named(tmp_path, monkeypatch):
+    text = "größer, naïve " * 40
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for encoding in ("cp1252", "utf-16"):
+        for name in ("a", "b"):
+            (folder / f"{name}.txt").write_bytes(f"{name} {text}".encode(encoding))
+        (folder / "c").write_bytes(f"c {text}".encode(encoding))  # an ending that says nothing
+        make(monkeypatch, tmp_path / encoding, folder, "--val-docs", 1, "--encoding", encoding)
+        assert sorted(all_documents(tmp_path / encoding)) == [f"{name} {text}" for name in "abc"]
+    with pytest.raises(SystemExit):
+        make(monkeypatch, tmp_path / "none", folder, "--encoding", "klingon")
+
+
 @pytest.mark.parametrize("text, sizes", [
     ("".join(f"zeile {i:04d} größer\n" for i in range(5000)), [16398, 16398]),
     ("short\n" + "日本語é" * 20_000 + "\rno line end\r\n", [6 + 16384, 16384])])
