@@ -85,8 +85,11 @@ done
 set -- ${settings[@]+"${settings[@]}"}
 install requirements.txt
 given=" $* "
-data=$(sed -n 's/.* DATA_PATH=\([^ ]*\) .*/\1/p' <<< "$given")
-data=${data:-${DATA_PATH-}}
+data=${DATA_PATH-}
+for word in "$@"; do
+  [[ $word != DATA_PATH=* ]] || data=${word#*=}
+done
+data=${data/#\~/$HOME}
 [[ -z $data || -e $data || ! -e $called_from/$data ]] ||
   fail "DATA_PATH=$data does not exist in $PWD; you may mean DATA_PATH=$called_from/$data"
 arguments=()
@@ -100,10 +103,10 @@ if [ "$gpus$device${CUDA_VISIBLE_DEVICES+hidden}" = 0 ] && timeout 20 nvidia-smi
 fi
 tokens=$MANY_TOKENS  # of the training text, if it is small
 if [ -e "${data:-.}/manifest.json" ]; then
-  tokens=$(.venv/bin/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["splits"]["train"]["tokens"])' \
+  tokens=$(.venv/bin/python -c 'import json, sys; print(int(json.load(open(sys.argv[1]))["splits"]["train"]["tokens"]))' \
     "$data/manifest.json" 2> /dev/null || echo "$MANY_TOKENS")
 fi
-if [[ -z $preset && ( $gpus -eq 0 || $tokens -lt $MANY_TOKENS ) ]]; then
+if [[ -z $preset && ( $gpus -eq 0 || ( $tokens -lt $MANY_TOKENS && $given${INIT_FROM-} != *" INIT_FROM="* ) ) ]]; then
   use_preset quick
   gpus=$((gpus > 0))  # one is enough
   [ ! -e data/datasets/fineweb10B_sp1024 ] || tokenizer=sp1024  # FineWeb is there
@@ -140,7 +143,8 @@ if [[ $preset = records/presets/quick.env && $tokens -lt $MANY_TOKENS ]]; then
   steps=$((10 * tokens / 4096 + 1))
   dropout=0.1
   [ "$tokens" -ge $FEW_TOKENS ] || dropout=0.3
-  echo "The training text has $tokens tokens, few for this model: DROPOUT=$dropout, and ITERATIONS=$steps to read it 10 times"
+  echo "The training text has $tokens tokens, few for this model: unless you set others, DROPOUT=$dropout, and ITERATIONS=$steps," \
+    "which reads them 10 times"
   default "DROPOUT=$dropout" "ITERATIONS=$steps" "VAL_LOSS_EVERY=$((steps / 10 + 1))"
 fi
 if [ -n "$preset" ]; then

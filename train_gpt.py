@@ -1013,8 +1013,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
     model.apply(lambda module: setattr(module, "gram", 0.0))  # `linear` adds to it
-    with_grad = ranks.device.type == "mps"  # as in `score`
-    with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(with_grad):
+    with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
         for x, y, *_ in sum(steps, []):  # without dropout
             model(x, y)
     grams = {f"{name}.weight": ranks.sum(layer.gram).cpu() for name, layer
@@ -1389,6 +1388,7 @@ seed:{c.seed}""")
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
     """Compile training's graphs; if that fails, go on without or raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
+    torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":
@@ -1397,13 +1397,13 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
         for loops in sorted({0, config.num_loops}):  # two graphs if blocks run again
             model.loops = loops
             model(*loader.batches(0)[0]).backward()
-    except Exception as error:  # of Inductor, the C++ compiler or the file system
-        failure = [*re.findall(".*error: .*", str(error)), *str(error).splitlines(), repr(error)][0]
+    except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
+        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]
     model.zero_grad()
     if any(trainer.ranks.max(bool(failure))):
-        failure = f"COMPILE={config.compile} failed: {failure}"
+        failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
         require(is_optional, f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
-        print(f"warning: {failure}; training is slower without it", file=sys.stderr)
+        print(f"warning: {failure}; slower without, with more memory: COMPILE=0", file=sys.stderr)
         torch.compiler.set_stance("force_eager")
 
 @contextmanager
@@ -1422,7 +1422,7 @@ def signals_kept(clock: Clock):
     finally:
         gc.enable()
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not from Python
 
 def run(config: Config, overrides: dict, source: str) -> int:
     """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
@@ -1461,7 +1461,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
-            compile_model(trainer, loader, is_optional="COMPILE" not in overrides)
+            compile_model(trainer, loader, is_optional="auto" in overrides.get("COMPILE", "auto"))
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:

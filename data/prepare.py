@@ -217,14 +217,13 @@ def prepare(folder: Path, options) -> str:
         options.val_fraction = 0
     elif options.val_fraction is None:
         options.val_fraction = VAL_FRACTION
+    tokenizer = None if LEARNT.fullmatch(name) else load_tokenizer(name, folder)  # first: mistakes are found at once
     choose_by_hash(options)
-    if LEARNT.fullmatch(name):
+    if not tokenizer:
         path = folder / "tokenizer.model"
         sample = sample_training_text(assign(Reader(options), options, "sampling"))
         learn_vocabulary(name, sample, path)
         tokenizer = load_tokenizer(str(path))
-    else:
-        tokenizer = load_tokenizer(name, folder)
     reader = Reader(options)
     splits = write_splits(folder, tokenizer, assign(reader, options, "encoding"))
     splits["train"]["dropped_documents"] = reader.dropped
@@ -241,6 +240,7 @@ def encoding_of(name: str) -> str:
     """Return Python's name of an encoding; that of UTF-8 drops a byte order mark."""
     try:
         found = codecs.lookup(name).name
+        "".encode(found)  # not such as hex, which is of bytes
     except LookupError:
         raise argparse.ArgumentTypeError(f"{name!r} is not an encoding; utf-16 and cp1252 are") from None
     return "utf-8-sig" if found == "utf-8" else found

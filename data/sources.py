@@ -14,7 +14,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from shards import REPOSITORY, sha256_of
@@ -117,7 +117,7 @@ def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     cut = cut_at(text, separator, lambda: reader.uncut.append(str(path))) if separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(cut, 1):
         is_binary = part.count("\0") > len(part) // 10  # ASCII in UTF-16 without its mark is valid UTF-8
-        yield None if is_binary else part, f"{path}, document {number} is not UTF-8 text: convert it, or extract its text"
+        yield None if is_binary else part, f"{path}, document {number} is not UTF-8 text: name its --encoding, or extract its text"
 
 
 def find_text(row: object, key: str) -> tuple[object, str]:
@@ -185,8 +185,12 @@ def json_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
 def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text in a column of each row of a .csv or .tsv file, whose first line names the columns."""
     csv.field_size_limit(1 << 30)
-    delimiter, key = "\t" if format_of(path) == ".tsv" else ",", reader.options.text_key
-    table = csv.DictReader(open_text(file, path, reader.options.encoding), delimiter=delimiter, strict=True)
+    lines, key = open_text(file, path, reader.options.encoding), reader.options.text_key
+    names = next(lines, "")
+    delimiter = ";" if ";" in names and "," not in names else ","  # as spreadsheets write it where a comma is in numbers
+    if format_of(path) == ".tsv":
+        delimiter = "\t"
+    table = csv.DictReader(chain([names], lines), delimiter=delimiter, strict=True)
     rows = (ValueError("has too few columns") if key in row and row[key] is None else row for row in table)
     return row_documents(f"{path}, row", enumerate(rows, 1), key)
 
@@ -228,6 +232,8 @@ def connected_rows(stream, source: str) -> Iterator[dict]:
                 yield row
                 done, failures = done + 1, 0
             return
+        except ImportError:
+            raise
         except Exception as error:  # of any of the libraries below
             failures += 1
             if failures == HUB_TRIES:

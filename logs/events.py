@@ -76,7 +76,8 @@ def warn_of_overfitting(events: list[dict]) -> str:
                 f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text; {shorter}")
     if before and last > min(before) - RISE:
         step = next(event["step"] for event in scores if event["val_loss"] <= last + RISE)
-        return f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; {shorter}"
+        return (f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; set {more} and "
+                f"ITERATIONS={step}, or use more text")
     if last > train["train_loss"] + GAP:
         return (f"{read}. Training loss is {train['train_loss']:.2f} nats and validation loss {last:.2f}: the model has memorized "
                 f"much of the text; set {more}, or use more text")

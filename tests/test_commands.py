@@ -135,6 +135,26 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
     assert wrong.returncode and "NUM_LAYERS='nine' cannot be read" in wrong.stderr
 
 
+@pytest.mark.parametrize("gpus, words, says", [
+    (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env"),
+    (2, [], "--nproc_per_node=1 train_gpt.py DROPOUT=0.3"), (2, ["INIT_FROM=mine"], "--nproc_per_node=2 train_gpt.py RUN_ID="),
+    (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=4 @records/presets/quick.env"), (0, ["--preset", "cpu_1mb"], "cpu_1mb.env")])
+def test_run_sh_trains_briefly_on_a_small_text(checkout, gpus, words, says):
+    """With dropout, on one GPU; a hostile manifest is no code."""
+    data = make_shards(checkout)
+    stand_in(checkout, "python", f"""case "$*" in
+*device_count*) echo {gpus} ;;
+*manifest.json) {sys.executable} "$@" ;;
+*train_gpt.py*) mkdir -p logs; touch logs/x.txt; echo "started $*" ;;
+esac""")
+    for tokens, is_small in ((14_000, True), (2_000_000, False), (None, False), ("a[$(touch hacked)0]", False)):
+        (data / "manifest.json").write_text(json.dumps({"splits": {"train": {"tokens": tokens}}}))
+        result = shell(checkout, "run.sh", "DATA_PATH=tiny", *words)
+        assert ("few for this model" in result.stdout) == (is_small and "--preset" not in words and "INIT_FROM=mine" not in words)
+        assert not is_small or says in result.stdout, (result.stdout, result.stderr)
+    assert not (checkout / "hacked").exists()
+
+
 @pytest.mark.parametrize("status", [0, 130])
 def test_run_sh_on_gpus_fetches_fineweb_or_ends_with_the_download(checkout, status):
     shards = "data/datasets/fineweb10B_sp1024"

@@ -422,7 +422,12 @@ def test_a_run_id_is_not_used_twice_at_once(tmp_path, monkeypatch, data, capsys)
             tiny_run(monkeypatch, tmp_path, data)
         assert [path.name for path in (tmp_path / "logs").iterdir()] == ["run.txt"]
         other.kill()
-    assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"
+    lock = "import fcntl; fcntl.lockf(open('logs/run.txt', 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with monkeypatch.context() as patch:
+        codes = []
+        at_calls(patch, train_gpt.Trainer, "train_step", {3}, lambda: codes.append(
+            subprocess.run([sys.executable, "-c", lock], cwd=tmp_path, stderr=subprocess.DEVNULL, check=False).returncode))
+        assert tiny_run(patch, tmp_path, data)[-1]["event"] == "final" and codes == [1]
     assert tiny_run(monkeypatch, tmp_path, data)[-1]["event"] == "final"  # again in this process
 
 
@@ -432,7 +437,7 @@ def test_a_compiler_that_fails_ends_only_runs_that_asked_for_it(tmp_path, data, 
     words = [word for word in tiny_arguments(data, RUN_ID="run") if not word.startswith("COMPILE=")]
     environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     result = run_trainer(tmp_path, *words, *setting.split(), environment=environment)
-    line, = (line for line in result.stderr.splitlines() if "failed: InvalidCxxCompiler: No working C++ compiler" in line)
+    line, = (line for line in result.stderr.splitlines() if "InvalidCxxCompiler: No working C++ compiler" in line)
     if setting:
         assert result.returncode == 1 and line.startswith(f"train_gpt.py: {setting} failed: ") and "set COMPILE=0" in line
     else:

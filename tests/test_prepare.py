@@ -198,6 +198,7 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, c
     ("a.json", '[{"text": "one, \\"two\\""}, {"text": "b"}]', "text"), ("a.json", '\n{"text": "one, \\"two\\""}\n{"text": "b"}\n', "text"),
     ("a.json", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}\n]\n', "text"),
     ("a.csv", '\ufeffid,text\r\n1,"one, ""two"""\r\n2,b\r\n', "text"), ("a.tsv", 'id\tbody\n1\tone, "two"\n2\tb\n', "body"),
+    ("a.csv", 'id;text\n1;"one, ""two"""\n2;b\n', "text"),
     ("a.jsonl", '{"doc": {"body": "one, \\"two\\""}}\n{"doc": {"body": "b"}}\n', "doc.body"),
     ("a.jsonl", '{"a.b": ["one, \\"two\\""]}\n{"a.b": "b"}\n', "a.b")])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
