@@ -186,79 +186,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}
 MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # of a given model
 KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
 
-def parse_value(name: str, text: str):
-    """The value of a variable that is written as `text`. Raises ValueError."""
-    f = FIELDS[name]
-    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
-    if choices:
-        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
-        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
-    try:
-        return f.type(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
-
-def read_settings(path: str) -> dict[str, str]:
-    """The settings of the model in an artifact or a checkpoint; {} for other files."""
-    try:
-        state = read_saved(path)
-        config = state.get("config", {})  # of a checkpoint
-        about = {name: config[name.lower()] for name in KEPT if name.lower() in config}
-        about |= json.loads(state.get("about", "{}"))
-    except Exception:  # hostile or damaged files fail in many ways; `load_weights` says it
-        return {}
-    return {name: str(value) for name, value in about.items()}
-
-def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
-    """The configuration; the text and origin of what was set. Raises ValueError."""
-    given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
-    from_files = {}
-    for argument in arguments:
-        lines, target, origin = [argument], given, "argument"
-        if argument.startswith("@"):
-            text = Path(argument[1:]).read_text("utf-8-sig")
-            lines, target, origin = re.findall("(?m)^[^#\n].*", text), from_files, argument
-        for line in lines:
-            name, is_pair, value = line.partition("=")
-            require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
-            target[name] = (value, origin)
-    given = {n: (os.path.expanduser(t), o) for n, (t, o) in (from_files | given).items()}
-    folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
-    with suppress(Exception):  # `Validation` says what is wrong with it
-        about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
-        path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
-        given = {"TOKENIZER_PATH": (path, "manifest"),
-                 "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
-    path, origin = given.get("INIT_FROM", ("", ""))
-    if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
-        path = Path("logs", path, MODEL_FILE).as_posix()
-        given["INIT_FROM"] = (path, origin)
-    for name, text in read_settings(path).items():
-        require(name in KEPT, f"{path} has a setting that this script does not know: {name}")
-        own, origin = given.setdefault(name, (text, path))
-        require(name in MAY_CHANGE or parse_value(name, own) == parse_value(name, text),
-                f"{name}={own} ({origin}), but the model in INIT_FROM={path} has {name}={text}")
-    for name in given.keys() - FIELDS.keys():  # other programs have variables, too
-        text, origin = given.pop(name)
-        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
-        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
-        require(origin == "environment" and not near,
-                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
-    values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
-    return Config(**values), given
-
-def print_help() -> None:
-    """Print every variable with its default, its meaning and its choices."""
-    print(__doc__)
-    for name, f in FIELDS.items():
-        print(f"  {name + '=' + str(f.default):<35} {f.metadata['help']}  {f.metadata['choices']}")
-
-def matches(name: str, patterns: str) -> bool:
-    """Whether one of the comma-separated patterns is part of the tensor's name."""
-    return any(pattern and pattern in name for pattern in patterns.split(","))
-
-# ---- Ranks and device ------------------------------------------------------------------
-# All ranks make the same collective calls in the same order; one alone needs no group.
+# ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ranks:
     """This process among all: its rank, their number and its device."""
@@ -291,285 +219,6 @@ class Ranks:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
-
-def find_ranks() -> list[int]:
-    """Rank and number of ranks, in all and here, from torchrun's variables. Raises ValueError."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if all(os.environ.get(name) for name in names):
-        return [int(os.environ[name]) for name in names]
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
-                "are not all set: start with torchrun, or put logs/ranks.sh before python")
-    return [0, 1, 0, 1]
-
-def count_cores() -> float:
-    """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
-    names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
-    paths = [Path("/sys/fs/cgroup", name) for name in names]
-    words = " ".join(path.read_text() for path in paths if path.exists()).split()
-    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf
-    return min(torch.get_num_threads(), quota)
-
-def start_ranks(config: Config) -> Ranks:
-    """Choose the device and join the process group. Raises ValueError."""
-    rank, size, local_rank, local_size = find_ranks()
-    has_mps = torch.backends.mps.is_available() and size == 1  # MPS has no collectives
-    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
-    kind = usable[0] if config.device == "auto" else config.device
-    if usable == ["cpu"] and config.device == "auto" and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        require("GPU 0" not in subprocess.getoutput("timeout 30 nvidia-smi -L"), "PyTorch cannot "
-                "use the GPU here: install a build for its driver (pytorch.org), or set DEVICE=cpu")
-    require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
-    require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
-    device = torch.device(kind, local_rank if kind == "cuda" else None)
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
-        torch.set_num_threads(max(1, int(count_cores() / local_size)))
-    if kind == "cpu":
-        with suppress(AttributeError, TypeError):  # only glibc has it
-            ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
-            ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
-    if size > 1:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
-        backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
-    return Ranks(rank, size, device)
-
-def bfloat16_is_native(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; some CPUs do (AMX, AVX512-BF16)."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return device.type == "cpu" and has_units
-
-# ---- Log -------------------------------------------------------------------------------
-# Programs read these lines: they begin as the published trainer's. Events have exact values.
-def lock(file) -> None:
-    """Hold an open file until this process ends. Raises ValueError if another one holds it."""
-    with suppress(ImportError, OSError):  # Windows; Lustre without flock
-        import fcntl
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"a run writes to {file.name}: stop it or change RUN_ID") from None
-
-class RunLog:
-    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
-    def __init__(self, run_id: str, source: str, is_main: bool):
-        self.is_main = is_main
-        self.code = source.encode()
-        if not is_main:
-            return
-        Path("logs").mkdir(exist_ok=True)
-        paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
-        for path in filter(Path.exists, paths):  # the logs of two runs never mix
-            with path.open("a") as file:
-                lock(file)
-            path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}{path.suffix}"))
-        self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
-        lock(self.text)
-        print(paths[0], flush=True)
-        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
-        self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
-                  f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
-
-    def line(self, text: str, *files) -> None:
-        """Write a line to open files, else to the console and the .txt; warn if that fails."""
-        for file in (files or (sys.stdout, self.text)) if self.is_main else ():
-            try:
-                print(text, file=file, flush=True)
-            except OSError as error:
-                warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
-
-    def event(self, event: str, text: str = "", **values) -> None:
-        """Write values to the .jsonl, null if not finite, and a line with them: it is a format."""
-        if self.is_main:
-            values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
-            plain = json.loads(json.dumps(values), parse_constant=lambda word: None)
-            self.line(json.dumps(plain), self.json)
-        if text:
-            self.line(text.format(**values))
-
-# ---- Data and validation ---------------------------------------------------------------
-# What a step reads follows from its number alone. A score is in bits per byte of text.
-def open_shard(path: Path) -> np.ndarray:
-    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
-    header = np.fromfile(path, dtype="<i4", count=3).tolist()
-    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard")
-    size = path.stat().st_size
-    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} "
-            f"bytes do not match {header[2]} tokens; make or download it again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-
-def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
-    """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
-    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    where = f"DATA_PATH={config.data_path!r}"
-    require(paths, f"{where} has no *_{split}_*.bin; a small set: python data/prepare.py sotu "
-            f"--tokenizer sp{config.vocab_size} --out data/datasets/sotu")
-    shards = {path: open_shard(path) for path in paths}
-    tokens = sum(map(len, shards.values()))
-    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
-            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
-    return shards
-
-def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
-    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
-    largest = int(tokens.max())
-    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
-            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
-    return tokens
-
-@lru_cache(maxsize=2)  # the last step of an epoch may read rows of the next one
-def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)
-
-class TokenLoader:
-    """The training shards as one endless text: a step reads its next `pieces`, ranks in turn."""
-    def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks = config, ranks
-        self.shards = list(open_split(config, "train").items())  # ids: checked when read
-        self.ends = np.cumsum([len(tokens) for _, tokens in self.shards])
-        self.tokens = int(self.ends[-1])
-        self.rows = (self.tokens - 1) // config.train_seq_len
-        self.shuffled = config.loader == "shuffled"
-        spans = config.grad_accum_steps * ranks.world_size  # as published; else single rows
-        self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
-        self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1  # as published
-        self.batches(0)  # shards of another vocabulary are found before training
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
-        end = start + count
-        parts = []
-        while start < end:
-            index = np.searchsorted(self.ends, start % self.tokens, side="right")
-            path, tokens = self.shards[index]
-            parts.append(tokens[start % self.tokens - self.ends[index]:][:end - start])
-            start += len(check_ids(parts[-1], self.config.vocab_size, path))
-        return np.concatenate(parts)
-
-    def dropout_masks(self, step: int) -> np.ndarray:
-        """Factors of channels in this rank's rows, float32 (B, layers, 2, D); arXiv:1512.05287."""
-        config = self.config
-        rows = self.length // config.train_seq_len
-        shape = (self.pieces, rows, config.num_layers, 2, config.model_dim)  # attention, MLP
-        draws = np.random.default_rng([config.seed, step]).random(shape, np.float32)  # of all ranks
-        kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
-        return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
-
-    def batches(self, step: int) -> list[tuple[Tensor, ...]]:
-        """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
-        first = 0 if self.config.overfit else step * self.pieces  # of all pieces in order
-        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
-        if self.shuffled:
-            mine = [epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows]
-                    for i in mine]
-        texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
-        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        parts = [*self.ranks.put(pairs.astype(np.int64))]
-        if self.config.dropout:
-            parts.append(self.ranks.put(self.dropout_masks(step)))
-        rows = self.config.micro_batch_tokens // self.config.train_seq_len
-        return list(zip(*(part.split(rows) for part in parts)))  # all of one size
-
-def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The kind; tokens' bytes, uint16 (V, 2), in column 1 after a boundary; boundaries, (V,)."""
-    path = config.tokenizer_path
-    after_boundary = boundary = None
-    try:
-        if path == "byte260":
-            kind, lengths = "byte", [0] * 4 + [1] * 256
-        elif path.endswith(".model"):
-            import sentencepiece
-            kind = "sentencepiece"
-            model = sentencepiece.SentencePieceProcessor(model_file=path)
-            ids = range(model.vocab_size())
-            boundary = [model.is_control(i) for i in ids]
-            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)
-                      or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
-            pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
-            lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
-            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
-                after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
-        else:
-            import tiktoken
-            kind = "tiktoken"
-            encoding = tiktoken.get_encoding(path)
-            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
-            for text in encoding.token_byte_values():
-                lengths[encoding.encode_single_token(text)] = len(text)
-    except Exception as error:  # a missing package, a missing or damaged file
-        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
-    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but tokenizer "
-            f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
-    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
-    return kind, table, np.array(boundary or [False] * len(lengths))
-
-class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json counts others."""
-    def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks = config, ranks
-        source = Path(config.data_path, "manifest.json")
-        try:
-            splits = (json.loads(source.read_bytes()) if source.exists() else {}).get("splits", {})
-            counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
-            entries = [entry for split in splits.values() for entry in split.get("shards", [])]
-            self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
-        except Exception as error:  # hostile or damaged files fail in many ways
-            raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
-        names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
-        listed = {name for name in self.data_sha256 if name in names or config.iterations}
-        odd = ", ".join(sorted(names ^ listed)) if entries else ""
-        require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
-        shards = open_split(config, "val").items()
-        tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
-        self.tokenizer_kind, table, boundary = load_byte_table(config)
-        target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
-        found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
-        wanted = [there if said is None else said for said, there in zip(counts, found)]
-        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
-                f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
-        rows = (len(tokens) - 1) // config.train_seq_len
-        wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
-        self.count = min(rows, wanted_rows) * config.train_seq_len  # targets
-        self.tokens = tokens[:self.count + 1]
-        self.bytes = int(target_bytes[:self.count].sum(dtype=np.int64))
-        self.label = f" partial:{config.val_tokens}" if wanted_rows < rows else ""
-
-    def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
-        """Score windows of `length` tokens (0: a row), `stride` apart (0: length). Collective."""
-        start_ms = self.ranks.now_ms()
-        config, ranks = self.config, self.ranks
-        length = min(length or config.train_seq_len, self.count)
-        stride = min(stride or length, length)
-        windows = 1 + math.ceil((self.count - length) / stride)
-        limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
-        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
-        small = alike and config.compile != "0" and windows * stride < 1 << 20  # training's graph
-        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
-        starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
-        device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
-        nats = torch.zeros((), dtype=torch.float64, device=device)
-        shape = (batch, config.num_layers, 2, config.model_dim)
-        masks = [torch.ones(shape, device=ranks.device)] if config.dropout else []
-        for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
-            rows = slice(first, first + batch)
-            places = stops[rows, None] - length + np.arange(length)
-            is_scored = places >= starts[rows, None]
-            targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
-            pair = np.stack((self.tokens[places], targets))  # int64
-            with torch.set_grad_enabled(small or config.device == "mps"):  # pytorch#195910
-                loss = model(*ranks.put(pair), *masks).detach()
-            nats += loss.to(device).double() * int(is_scored.sum())
-        total = ranks.sum(nats).item()
-        return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
-                "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Model -----------------------------------------------------------------------------
 # Each module is its equation for whole rows. Weights, mostly float32, are cast to x's type.
@@ -770,26 +419,6 @@ class GPT(nn.Module):
         """The `loss` of tokens and targets (B, T), int64, with `dropout_masks` in training."""
         return self.loss(self.hidden(tokens, masks), targets)
 
-def choose_attention(config: Config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
-    kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
-    is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
-    capability = device.type == "cuda" and torch.cuda.get_device_capability()
-    if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
-        kernels.insert(0, "cudnn")  # 1.6 times as fast there
-    elif device.type == "cpu" and config.compile != "0" and is_short:
-        kernels.insert(0, "tiled")
-    like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
-    q, k = (torch.ones(1, heads, 64, config.model_dim // config.num_heads, **like)
-            for heads in (config.num_heads, config.num_kv_heads))
-    for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name in SDPA:
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
-        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # a refusal
-            causal_attention(q, k, k, kernel).sum().backward()
-            return kernel
-    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
-
 # ---- Optimizers ------------------------------------------------------------------------
 def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor:
     """Move singular values of (N, rows, columns) close to 1 (kellerjordan.github.io/posts/muon)."""
@@ -866,6 +495,65 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
+# ---- Data ------------------------------------------------------------------------------
+# What a step reads follows from its number alone.
+@lru_cache(maxsize=2)  # the last step of an epoch may read rows of the next one
+def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+class TokenLoader:
+    """The training shards as one endless text: a step reads its next `pieces`, ranks in turn."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        self.shards = list(open_split(config, "train").items())  # ids: checked when read
+        self.ends = np.cumsum([len(tokens) for _, tokens in self.shards])
+        self.tokens = int(self.ends[-1])
+        self.rows = (self.tokens - 1) // config.train_seq_len
+        self.shuffled = config.loader == "shuffled"
+        spans = config.grad_accum_steps * ranks.world_size  # as published; else single rows
+        self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
+        self.length = config.train_batch_tokens // self.pieces
+        self.stride = self.length if self.shuffled else self.length + 1  # as published
+        self.batches(0)  # shards of another vocabulary are found before training
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
+        end = start + count
+        parts = []
+        while start < end:
+            index = np.searchsorted(self.ends, start % self.tokens, side="right")
+            path, tokens = self.shards[index]
+            parts.append(tokens[start % self.tokens - self.ends[index]:][:end - start])
+            start += len(check_ids(parts[-1], self.config.vocab_size, path))
+        return np.concatenate(parts)
+
+    def dropout_masks(self, step: int) -> np.ndarray:
+        """Factors of channels in this rank's rows, float32 (B, layers, 2, D); arXiv:1512.05287."""
+        config = self.config
+        rows = self.length // config.train_seq_len
+        shape = (self.pieces, rows, config.num_layers, 2, config.model_dim)  # attention, MLP
+        draws = np.random.default_rng([config.seed, step]).random(shape, np.float32)  # of all ranks
+        kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
+        return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
+
+    def batches(self, step: int) -> list[tuple[Tensor, ...]]:
+        """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
+        first = 0 if self.config.overfit else step * self.pieces  # of all pieces in order
+        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
+        if self.shuffled:
+            mine = [epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows]
+                    for i in mine]
+        texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
+        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
+        parts = [*self.ranks.put(pairs.astype(np.int64))]
+        if self.config.dropout:
+            parts.append(self.ranks.put(self.dropout_masks(step)))
+        rows = self.config.micro_batch_tokens // self.config.train_seq_len
+        return list(zip(*(part.split(rows) for part in parts)))  # all of one size
+
+# ---- Training --------------------------------------------------------------------------
+# A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates (cosine: arXiv:1608.03983) and Muon's momentum, by step and clock."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
@@ -884,6 +572,421 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
     return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
+
+class Trainer:
+    """Model, optimizers, average, clock. Raises ValueError if INIT_FROM does not fit."""
+    def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
+        self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if init_from:
+            load_weights(self.model, init_from)
+        self.model.to(ranks.device)
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        self.ddp = self.model  # ranks start with rank 0's weights and average gradients
+        if ranks.world_size > 1:
+            torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+        self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
+
+    def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
+        config = self.config
+        factor, momentum = schedule(config, self.clock.step, self.clock.time_ms)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+                group["momentum"] = momentum  # Adam ignores it
+        losses = torch.zeros((), device=self.ranks.device)
+        for i, batch in enumerate(batches, 1):
+            self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
+            loss = self.ddp(*batch) * (1 / len(batches))
+            self.scaler.scale(loss).backward()
+            losses += loss.detach()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if config.grad_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+        self.scaler.update()
+        if self.average:  # float32 keeps small updates; short runs forget sooner
+            weights = [p.detach().float() for p in self.model.parameters()]
+            share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))
+            torch._foreach_lerp_(self.average, weights, share)
+        return losses, norm
+
+    def state_dict(self) -> dict:
+        """All that a step changes; the tensors are the live ones."""
+        return {"step": self.clock.step, "time_ms": self.clock.time_ms,
+                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers], "average": self.average}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
+        self.model.load_state_dict(dict(state["model"]))  # a plain dict, without metadata
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        self.scaler.load_state_dict(state["scaler"])
+        for mine, read in zip(self.average, state["average"], strict=True):
+            mine.copy_(read.view_as(mine))
+        self.clock.set(int(state["step"]), float(state["time_ms"]))
+
+def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: "RunLog") -> None:
+    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
+    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    saved_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
+    while True:
+        done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
+        progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
+        trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
+        saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
+        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
+            saved_step = clock.step
+            save_checkpoint(trainer, loader, log)  # first: validation and export can take long
+        if done or clock.stop_signal:
+            return
+        if is_due(clock.step, config.val_loss_every):
+            validate(trainer, validation, log)
+            if clock.stop_signal:
+                continue  # to the checkpoint above
+        loss, norm = trainer.train_step(batches or loader.batches(clock.step))
+        step = clock.step = clock.step + 1
+        mean_ms = clock.time_ms / max(step - 1, 1)
+        clock.time_ms += mean_ms
+        batches = loader.batches(step) if step < config.iterations else []  # as the device works
+        is_logged = step <= 10 or is_due(step, config.train_log_every)
+        if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
+                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # near the cap
+                or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
+            may_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+            if clock.agree(not (loss if may_overflow else loss + norm).isfinite()):
+                log.event("nonfinite", step=step)
+                raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
+                                         "lower the rates or set GRAD_CLIP_NORM=1")
+        if is_logged or clock.time_ms >= clock.cap_ms:
+            log_step(trainer, loader, log, loss, norm, last_line)
+            last_line = (step, clock.time_ms)
+
+# ======== The rest is machinery: start and settings, log, validation, files, a run ========
+def find_ranks() -> list[int]:
+    """Rank and number of ranks, in all and here, from torchrun's variables. Raises ValueError."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if all(os.environ.get(name) for name in names):
+        return [int(os.environ[name]) for name in names]
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
+                "are not all set: start with torchrun, or put logs/ranks.sh before python")
+    return [0, 1, 0, 1]
+
+def count_cores() -> float:
+    """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
+    names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    paths = [Path("/sys/fs/cgroup", name) for name in names]
+    words = " ".join(path.read_text() for path in paths if path.exists()).split()
+    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf
+    return min(torch.get_num_threads(), quota)
+
+def start_ranks(config: Config) -> Ranks:
+    """Choose the device and join the process group. Raises ValueError."""
+    rank, size, local_rank, local_size = find_ranks()
+    has_mps = torch.backends.mps.is_available() and size == 1  # MPS has no collectives
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
+    kind = usable[0] if config.device == "auto" else config.device
+    if usable == ["cpu"] and config.device == "auto" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        require("GPU 0" not in subprocess.getoutput("timeout 30 nvidia-smi -L"), "PyTorch cannot "
+                "use the GPU here: install a build for its driver (pytorch.org), or set DEVICE=cpu")
+    require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
+    require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
+    device = torch.device(kind, local_rank if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
+        torch.set_num_threads(max(1, int(count_cores() / local_size)))
+    if kind == "cpu":
+        with suppress(AttributeError, TypeError):  # only glibc has it
+            ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
+            ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
+    if size > 1:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
+        backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
+    return Ranks(rank, size, device)
+
+def bfloat16_is_native(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware; some CPUs do (AMX, AVX512-BF16)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and has_units
+
+def choose_attention(config: Config, device: torch.device) -> str:
+    """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
+    kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
+    is_short = max(config.train_seq_len, config.eval_seq_len) <= 1024  # tiles need memory
+    capability = device.type == "cuda" and torch.cuda.get_device_capability()
+    if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
+        kernels.insert(0, "cudnn")  # 1.6 times as fast there
+    elif device.type == "cpu" and config.compile != "0" and is_short:
+        kernels.insert(0, "tiled")
+    like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
+    q, k = (torch.ones(1, heads, 64, config.model_dim // config.num_heads, **like)
+            for heads in (config.num_heads, config.num_kv_heads))
+    for kernel in kernels if config.attn == "auto" else [config.attn]:
+        for name in SDPA:
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # a refusal
+            causal_attention(q, k, k, kernel).sum().backward()
+            return kernel
+    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
+
+def parse_value(name: str, text: str):
+    """The value of a variable that is written as `text`. Raises ValueError."""
+    f = FIELDS[name]
+    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
+    if choices:
+        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
+        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
+    try:
+        return f.type(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
+
+def read_settings(path: str) -> dict[str, str]:
+    """The settings of the model in an artifact or a checkpoint; {} for other files."""
+    try:
+        state = read_saved(path)
+        config = state.get("config", {})  # of a checkpoint
+        about = {name: config[name.lower()] for name in KEPT if name.lower() in config}
+        about |= json.loads(state.get("about", "{}"))
+    except Exception:  # hostile or damaged files fail in many ways; `load_weights` says it
+        return {}
+    return {name: str(value) for name, value in about.items()}
+
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """The configuration; the text and origin of what was set. Raises ValueError."""
+    given = {n: (text, "environment") for n, text in environment.items() if n not in FOREIGN}
+    from_files = {}
+    for argument in arguments:
+        lines, target, origin = [argument], given, "argument"
+        if argument.startswith("@"):
+            text = Path(argument[1:]).read_text("utf-8-sig")
+            lines, target, origin = re.findall("(?m)^[^#\n].*", text), from_files, argument
+        for line in lines:
+            name, is_pair, value = line.partition("=")
+            require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
+            target[name] = (value, origin)
+    given = {n: (os.path.expanduser(t), o) for n, (t, o) in (from_files | given).items()}
+    folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
+    with suppress(Exception):  # `Validation` says what is wrong with it
+        about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
+        path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
+        given = {"TOKENIZER_PATH": (path, "manifest"),
+                 "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
+    path, origin = given.get("INIT_FROM", ("", ""))
+    if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
+        path = Path("logs", path, MODEL_FILE).as_posix()
+        given["INIT_FROM"] = (path, origin)
+    for name, text in read_settings(path).items():
+        require(name in KEPT, f"{path} has a setting that this script does not know: {name}")
+        own, origin = given.setdefault(name, (text, path))
+        require(name in MAY_CHANGE or parse_value(name, own) == parse_value(name, text),
+                f"{name}={own} ({origin}), but the model in INIT_FROM={path} has {name}={text}")
+    for name in given.keys() - FIELDS.keys():  # other programs have variables, too
+        text, origin = given.pop(name)
+        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
+        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        require(origin == "environment" and not near,
+                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
+    values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
+    return Config(**values), given
+
+def print_help() -> None:
+    """Print every variable with its default, its meaning and its choices."""
+    print(__doc__)
+    for name, f in FIELDS.items():
+        print(f"  {name + '=' + str(f.default):<35} {f.metadata['help']}  {f.metadata['choices']}")
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the comma-separated patterns is part of the tensor's name."""
+    return any(pattern and pattern in name for pattern in patterns.split(","))
+
+# ---- Log -------------------------------------------------------------------------------
+# Programs read these lines: they begin as the published trainer's. Events have exact values.
+def lock(file) -> None:
+    """Hold an open file until this process ends. Raises ValueError if another one holds it."""
+    with suppress(ImportError, OSError):  # Windows; Lustre without flock
+        import fcntl
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"a run writes to {file.name}: stop it or change RUN_ID") from None
+
+class RunLog:
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
+    def __init__(self, run_id: str, source: str, is_main: bool):
+        self.is_main = is_main
+        self.code = source.encode()
+        if not is_main:
+            return
+        Path("logs").mkdir(exist_ok=True)
+        paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
+        for path in filter(Path.exists, paths):  # the logs of two runs never mix
+            with path.open("a") as file:
+                lock(file)
+            path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}{path.suffix}"))
+        self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
+        lock(self.text)
+        print(paths[0], flush=True)
+        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
+        self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                  f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
+
+    def line(self, text: str, *files) -> None:
+        """Write a line to open files, else to the console and the .txt; warn if that fails."""
+        for file in (files or (sys.stdout, self.text)) if self.is_main else ():
+            try:
+                print(text, file=file, flush=True)
+            except OSError as error:
+                warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
+
+    def event(self, event: str, text: str = "", **values) -> None:
+        """Write values to the .jsonl, null if not finite, and a line with them: it is a format."""
+        if self.is_main:
+            values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
+            plain = json.loads(json.dumps(values), parse_constant=lambda word: None)
+            self.line(json.dumps(plain), self.json)
+        if text:
+            self.line(text.format(**values))
+
+# ---- Validation ------------------------------------------------------------------------
+def open_shard(path: Path) -> np.ndarray:
+    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
+    header = np.fromfile(path, dtype="<i4", count=3).tolist()
+    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard")
+    size = path.stat().st_size
+    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} "
+            f"bytes do not match {header[2]} tokens; make or download it again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
+    """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
+    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    where = f"DATA_PATH={config.data_path!r}"
+    require(paths, f"{where} has no *_{split}_*.bin; a small set: python data/prepare.py sotu "
+            f"--tokenizer sp{config.vocab_size} --out data/datasets/sotu")
+    shards = {path: open_shard(path) for path in paths}
+    tokens = sum(map(len, shards.values()))
+    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
+            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    return shards
+
+def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
+    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
+
+def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
+    """The kind; tokens' bytes, uint16 (V, 2), in column 1 after a boundary; boundaries, (V,)."""
+    path = config.tokenizer_path
+    after_boundary = boundary = None
+    try:
+        if path == "byte260":
+            kind, lengths = "byte", [0] * 4 + [1] * 256
+        elif path.endswith(".model"):
+            import sentencepiece
+            kind = "sentencepiece"
+            model = sentencepiece.SentencePieceProcessor(model_file=path)
+            ids = range(model.vocab_size())
+            boundary = [model.is_control(i) for i in ids]
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)
+                      or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
+            pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
+            lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
+            if model.encode("a", out_type=str)[0].startswith("\u2581"):  # it prepends a space
+                after_boundary = [lengths[i] - pieces[i].startswith(" ") for i in ids]
+        else:
+            import tiktoken
+            kind = "tiktoken"
+            encoding = tiktoken.get_encoding(path)
+            lengths = [0] * encoding.n_vocab  # special tokens and holes stay 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except Exception as error:  # a missing package, a missing or damaged file
+        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but tokenizer "
+            f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
+    table = np.array([lengths, after_boundary or lengths], dtype=np.uint16).T
+    return kind, table, np.array(boundary or [False] * len(lengths))
+
+class Validation:
+    """The validation text and its bytes. Raises ValueError if manifest.json counts others."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        source = Path(config.data_path, "manifest.json")
+        try:
+            splits = (json.loads(source.read_bytes()) if source.exists() else {}).get("splits", {})
+            counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
+            entries = [entry for split in splits.values() for entry in split.get("shards", [])]
+            self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
+        except Exception as error:  # hostile or damaged files fail in many ways
+            raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
+        names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
+        listed = {name for name in self.data_sha256 if name in names or config.iterations}
+        odd = ", ".join(sorted(names ^ listed)) if entries else ""
+        require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
+        shards = open_split(config, "val").items()
+        tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
+        self.tokenizer_kind, table, boundary = load_byte_table(config)
+        target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+        found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
+        wanted = [there if said is None else said for said, there in zip(counts, found)]
+        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
+                f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+        rows = (len(tokens) - 1) // config.train_seq_len
+        wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
+        self.count = min(rows, wanted_rows) * config.train_seq_len  # targets
+        self.tokens = tokens[:self.count + 1]
+        self.bytes = int(target_bytes[:self.count].sum(dtype=np.int64))
+        self.label = f" partial:{config.val_tokens}" if wanted_rows < rows else ""
+
+    def score(self, model: nn.Module, length: int = 0, stride: int = 0) -> dict[str, float]:
+        """Score windows of `length` tokens (0: a row), `stride` apart (0: length). Collective."""
+        start_ms = self.ranks.now_ms()
+        config, ranks = self.config, self.ranks
+        length = min(length or config.train_seq_len, self.count)
+        stride = min(stride or length, length)
+        windows = 1 + math.ceil((self.count - length) / stride)
+        limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
+        alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
+        small = alike and config.compile != "0" and windows * stride < 1 << 20  # training's graph
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
+        starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
+        nats = torch.zeros((), dtype=torch.float64, device=device)
+        shape = (batch, config.num_layers, 2, config.model_dim)
+        masks = [torch.ones(shape, device=ranks.device)] if config.dropout else []
+        for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+            rows = slice(first, first + batch)
+            places = stops[rows, None] - length + np.arange(length)
+            is_scored = places >= starts[rows, None]
+            targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
+            pair = np.stack((self.tokens[places], targets))  # int64
+            with torch.set_grad_enabled(small or config.device == "mps"):  # pytorch#195910
+                loss = model(*ranks.put(pair), *masks).detach()
+            nats += loss.to(device).double() * int(is_scored.sum())
+        total = ranks.sum(nats).item()
+        return {"val_loss": total / self.count, "val_bpb": total / math.log(2) / self.bytes,
+                "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Export ----------------------------------------------------------------------------
 # Files may be hostile: reading them runs no code and takes at most 32 times their size.
@@ -1021,115 +1124,7 @@ def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     model.apply(lambda module: setattr(module, "gram", None))
     return grams
 
-# ---- Training --------------------------------------------------------------------------
-# A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
-class Clock:
-    """Steps, signals to stop, and training time: measured as ranks agree, in between estimated."""
-    def __init__(self, config: Config, ranks: Ranks):
-        self.ranks, self.iterations = ranks, config.iterations
-        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-        self.signals = []  # received by this process: number and time
-        self.stop_signal = 0  # received by any rank when the ranks last agreed
-        self.set(0, 0.0)
-
-    def set(self, step: int, time_ms: float) -> None:
-        """Start the clock after `step` steps, which took `time_ms`."""
-        self.step, self.time_ms = step, time_ms
-        self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
-
-    def agree(self, is_bad: bool = False) -> bool:
-        """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
-        number = self.signals[0][0] if self.signals else 0
-        elapsed_ms = self.ranks.now_ms() - self.zero_ms
-        self.stop_signal, self.time_ms, is_bad = self.ranks.max(number, elapsed_ms, is_bad)
-        return bool(is_bad)
-
-    @contextmanager
-    def paused(self):
-        """Stop the clock on all ranks for what is not training. Collective."""
-        self.agree()
-        stopped_ms = self.time_ms
-        yield
-        self.agree()
-        self.set(self.step, stopped_ms)
-
-    def on_signal(self, number: int, frame) -> None:
-        """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
-        now = time.monotonic()
-        first, received = self.signals[0] if self.signals else (number, now)
-        if signal.SIGINT in (first, number) and now > received + 1:
-            os._exit(128 + number)  # sys.exit would wait for ranks; torchrun sends SIGTERM, too
-        if not self.signals and self.ranks.rank == 0:
-            with suppress(OSError):  # the terminal may be closed
-                os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
-        self.signals.append((number, now))
-
-class Trainer:
-    """Model, optimizers, average, clock. Raises ValueError if INIT_FROM does not fit."""
-    def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
-        self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
-        torch.manual_seed(config.seed)
-        self.model = GPT(config)
-        if init_from:
-            load_weights(self.model, init_from)
-        self.model.to(ranks.device)
-        self.optimizers = build_optimizers(self.model, config, ranks)
-        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.ddp = self.model  # ranks start with rank 0's weights and average gradients
-        if ranks.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
-            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
-            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
-        self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
-
-    def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
-        """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
-        config = self.config
-        factor, momentum = schedule(config, self.clock.step, self.clock.time_ms)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * factor
-                group["momentum"] = momentum  # Adam ignores it
-        losses = torch.zeros((), device=self.ranks.device)
-        for i, batch in enumerate(batches, 1):
-            self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.ddp(*batch) * (1 / len(batches))
-            self.scaler.scale(loss).backward()
-            losses += loss.detach()
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-        if config.grad_clip_norm > 0:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
-            optimizer.zero_grad()
-        self.scaler.update()
-        if self.average:  # float32 keeps small updates; short runs forget sooner
-            weights = [p.detach().float() for p in self.model.parameters()]
-            share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))
-            torch._foreach_lerp_(self.average, weights, share)
-        return losses, norm
-
-    def state_dict(self) -> dict:
-        """All that a step changes; the tensors are the live ones."""
-        return {"step": self.clock.step, "time_ms": self.clock.time_ms,
-                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
-                "optimizers": [o.state_dict() for o in self.optimizers], "average": self.average}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
-        self.model.load_state_dict(dict(state["model"]))  # a plain dict, without metadata
-        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        self.scaler.load_state_dict(state["scaler"])
-        for mine, read in zip(self.average, state["average"], strict=True):
-            mine.copy_(read.view_as(mine))
-        self.clock.set(int(state["step"]), float(state["time_ms"]))
-
-# ---- Checkpoints and the loop ----------------------------------------------------------
-# Ranks branch together, by the step or by what they agreed on. Rank 0 writes, all ranks read.
+# ---- Checkpoints -----------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}\.pt"
@@ -1183,6 +1178,48 @@ def save_checkpoint(trainer: Trainer, loader: TokenLoader, log: RunLog) -> None:
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
 
+# ---- A run -----------------------------------------------------------------------------
+class Clock:
+    """Steps, signals to stop, and training time: measured as ranks agree, in between estimated."""
+    def __init__(self, config: Config, ranks: Ranks):
+        self.ranks, self.iterations = ranks, config.iterations
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.signals = []  # received by this process: number and time
+        self.stop_signal = 0  # received by any rank when the ranks last agreed
+        self.set(0, 0.0)
+
+    def set(self, step: int, time_ms: float) -> None:
+        """Start the clock after `step` steps, which took `time_ms`."""
+        self.step, self.time_ms = step, time_ms
+        self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
+
+    def agree(self, is_bad: bool = False) -> bool:
+        """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
+        number = self.signals[0][0] if self.signals else 0
+        elapsed_ms = self.ranks.now_ms() - self.zero_ms
+        self.stop_signal, self.time_ms, is_bad = self.ranks.max(number, elapsed_ms, is_bad)
+        return bool(is_bad)
+
+    @contextmanager
+    def paused(self):
+        """Stop the clock on all ranks for what is not training. Collective."""
+        self.agree()
+        stopped_ms = self.time_ms
+        yield
+        self.agree()
+        self.set(self.step, stopped_ms)
+
+    def on_signal(self, number: int, frame) -> None:
+        """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
+        now = time.monotonic()
+        first, received = self.signals[0] if self.signals else (number, now)
+        if signal.SIGINT in (first, number) and now > received + 1:
+            os._exit(128 + number)  # sys.exit would wait for ranks; torchrun sends SIGTERM, too
+        if not self.signals and self.ranks.rank == 0:
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
+        self.signals.append((number, now))
+
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
@@ -1223,42 +1260,6 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses, norm, s
               lr=trainer.optimizers[-1].param_groups[0]["lr"], tok_per_sec=rate, eta_s=eta_s,
               epoch=step * loader.pieces * loader.stride / loader.tokens,
               mem_mib=torch.cuda.max_memory_allocated() >> 20)
-
-def train(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
-    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
-    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
-    while True:
-        done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
-        trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
-        saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
-        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
-            saved_step = clock.step
-            save_checkpoint(trainer, loader, log)  # first: validation and export can take long
-        if done or clock.stop_signal:
-            return
-        if is_due(clock.step, config.val_loss_every):
-            validate(trainer, validation, log)
-            if clock.stop_signal:
-                continue  # to the checkpoint above
-        loss, norm = trainer.train_step(batches or loader.batches(clock.step))
-        step = clock.step = clock.step + 1
-        mean_ms = clock.time_ms / max(step - 1, 1)
-        clock.time_ms += mean_ms
-        batches = loader.batches(step) if step < config.iterations else []  # as the device works
-        is_logged = step <= 10 or is_due(step, config.train_log_every)
-        if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
-                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # near the cap
-                or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
-            may_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            if clock.agree(not (loss if may_overflow else loss + norm).isfinite()):
-                log.event("nonfinite", step=step)
-                raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
-                                         "lower the rates or set GRAD_CLIP_NORM=1")
-        if is_logged or clock.time_ms >= clock.cap_ms:
-            log_step(trainer, loader, log, loss, norm, last_line)
-            last_line = (step, clock.time_ms)
 
 def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
@@ -1317,7 +1318,6 @@ def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> N
               step=step, **score)
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
-# ---- A run -----------------------------------------------------------------------------
 def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
