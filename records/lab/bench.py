@@ -13,7 +13,6 @@ NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.d
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -34,7 +33,7 @@ from events import read_events  # noqa: E402
 from train_gpt import torch  # noqa: E402
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
-          "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=../data/vocabulary.json")
+          "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=byte260")
 PRESETS = ROOT / "records" / "presets"
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
@@ -56,17 +55,14 @@ ROWS = {  # key of a measurement: title, digits
 # ---- Measuring a run -----------------------------------------------------------------------------------
 
 
-def write_data(folder: Path, vocab_size: int, val_tokens: int) -> None:
-    """Write shards of random tokens and a vocabulary. Commits before d778ae4 read its "chars", later ones its
-    "tokens"."""
+def write_data(folder: Path, val_tokens: int) -> None:
+    """Write shards of random bytes, as tokens of byte260."""
     folder.mkdir()
     for split, count in (("train", 1 << 23), ("val", val_tokens + 1)):
         header = np.zeros(256, dtype="<i4")
         header[:3] = (20240520, 1, count)
-        tokens = np.random.default_rng(count).integers(0, vocab_size, count, dtype=np.uint16)
+        tokens = np.random.default_rng(count).integers(4, 260, count, dtype=np.uint16)
         (folder / f"random_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    vocabulary = {"kind": "char", "chars": ["a"] * (vocab_size - 260), "tokens": ["a"] * vocab_size}
-    (folder / "vocabulary.json").write_text(json.dumps(vocabulary), encoding="utf-8")
 
 
 def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) -> dict[str, float]:
@@ -196,7 +192,8 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
     skip = 10 if name.startswith("gpu") else 1  # the first ten steps are logged, which makes a GPU wait
     variables = variables_of([*settings.split(), *COMMON.split(), *options.settings])
     variables["ITERATIONS"] = str(skip + (options.steps or steps))
-    write_data(folder / "data", int(variables.get("VOCAB_SIZE", 1024)), val_tokens)
+    variables |= {"VOCAB_PAD": variables.get("VOCAB_SIZE", "1024"), "VOCAB_SIZE": "260"}  # tables and logits as large
+    write_data(folder / "data", val_tokens)
     here = "this checkout"
     if (ROOT / ".git").exists():
         changed = git("status", "--porcelain", "train_gpt.py")
