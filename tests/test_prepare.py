@@ -181,7 +181,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     ("a.json", b'[{"text": "a"}, {"text": [1]}]', "object 2 has a value of type list"), ("a.csv", b"id,body\n1,b\n", "row 1 .*it has 'id', 'body'"),
     ("a.csv", b"id,text\n1\n", "row 1 has too few columns"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
-    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: convert it"),
+    ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, capsys, name, content, wanted):
     (tmp_path / name).write_bytes(content)
