@@ -1403,7 +1403,7 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
     if any(trainer.ranks.max(bool(failure))):
         failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
         require(is_optional, f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
-        print(f"warning: {failure}; slower without, with more memory: COMPILE=0", file=sys.stderr)
+        print(f"warning: {failure}; going on uncompiled; COMPILE=0 plans for that", file=sys.stderr)
         torch.compiler.set_stance("force_eager")
 
 @contextmanager
