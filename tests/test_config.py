@@ -1,6 +1,6 @@
 """Variables: types, arguments, misspelt names, what launchers leave in the environment, and what is chosen by the device."""
 
-import math
+import os
 import sys
 import types
 
@@ -68,8 +68,7 @@ def test_values(monkeypatch, argument, value):
     ("ADAM_EPS=0", "ADAM_EPS=0.0 must be from 1e-30 to"),  # 0 / 0 in rows without a gradient
     ("EVAL_SEQ_LEN=9999999", "EVAL_SEQ_LEN=9999999 must be from 0 to 1e"), ("EMA_DECAY=2", "EMA_DECAY=2.0 must be from 0 to 1"),
     ("MODEL_DIR=1", "did you mean MODEL_DIM"), ("", "'' is not NAME=value"), ("#SEED=1", "#SEED='1' .* is not a variable"),
-    ("DROPOUT=1", "DROPOUT=1.0 must be from 0 to 0.9"),
-])
+    ("DROPOUT=1", "DROPOUT=1.0 must be from 0 to 0.9")])
 def test_bad_arguments_name_what_would_work(argument, wanted):
     with pytest.raises(ValueError, match=wanted):
         train_gpt.load_config([argument], {})
@@ -105,9 +104,8 @@ def test_help_names_every_variable_with_its_default(tmp_path, monkeypatch, capsy
     ({}, 3, (3, 405504)), ({}, 7, (2, 401408)), ({}, 16, (1, 393216)), (dict(grad_accum_steps=3), 1, (3, 393216)),
     (dict(train_batch_tokens=4000), 1, (1, 4096)), (dict(train_batch_tokens=20480), 8, (1, 8 * 4096)),
     (dict(train_batch_tokens=5 * 4096), 1, (4, 4 * 4096)), (dict(train_batch_tokens=5 * 4096), 2, (2, 4 * 4096)),
-    (dict(train_seq_len=32, train_batch_tokens=1024), 3, (3, 1152)),
-    (dict(train_seq_len=32, train_batch_tokens=1152, grad_accum_steps=9), 1, (9, 1152)),  # continues the one above
-])
+    (dict(train_seq_len=32, train_batch_tokens=1024), 3, (3, 1152)),  # one rank can go on with it:
+    (dict(train_seq_len=32, train_batch_tokens=1152, grad_accum_steps=9), 1, (9, 1152))])
 def test_spans_of_a_rank_and_tokens_of_a_step_for_any_number_of_ranks(capsys, changes, world_size, wanted):
     ranks = train_gpt.Ranks(0, world_size, train_gpt.torch.device("cpu"))
     config = train_gpt.resolve(train_gpt.Config(dtype="float32", compile="0", **changes), ranks)
@@ -124,11 +122,16 @@ def resolve_on(monkeypatch, kind, gib, world_size=1, **changes):
     return train_gpt.resolve(train_gpt.Config(**changes), train_gpt.Ranks(0, world_size, train_gpt.torch.device(kind)))
 
 
-@pytest.mark.parametrize("kind, dtype", [("cuda", "float16"), ("mps", "float32"), ("cpu", "float32")])
-def test_devices_without_bfloat16_get_another_type_and_mps_a_row_at_a_time(monkeypatch, kind, dtype):
+@pytest.mark.parametrize("kind, dtype, compiled", [
+    ("cuda", "float16", "1"), ("mps", "float32", "0"),
+    ("cpu", "float32", "blocks" if sys.platform == "linux" else "0")])
+def test_what_each_device_without_bfloat16_gets(monkeypatch, kind, dtype, compiled):
+    """Another type, and graphs if there are steps to train; MPS a row at a time."""
     monkeypatch.setattr(train_gpt, "bfloat16_is_native", lambda device: False)
     config = resolve_on(monkeypatch, kind, 16)
-    assert config.dtype == dtype and (config.micro_batch_tokens == 4096 or kind != "mps")
+    assert (config.dtype, config.compile) == (dtype, compiled)
+    assert config.micro_batch_tokens == 4096 or kind != "mps"
+    assert resolve_on(monkeypatch, kind, 16, iterations=0).compile == "0"
 
 
 @pytest.mark.parametrize("gib, ranks, changes, tokens", [
@@ -143,12 +146,6 @@ def test_micro_batches_take_a_third_of_the_smallest_gpu(monkeypatch, gib, ranks,
     assert config.micro_batch_tokens == tokens
 
 
-@pytest.mark.parametrize("iterations", [0, 4])
-def test_a_cpu_compiles_blocks_if_there_are_steps_to_train(iterations):
-    config = train_gpt.resolve(tiny_config(compile="auto", iterations=iterations), one_process())
-    assert config.compile == ("blocks" if iterations and sys.platform == "linux" else "0")
-
-
 def test_a_batch_that_was_not_meant_is_said(capsys):
     """Less than half of the least batch is an error; rows without a divisor that fits are slow."""
     with pytest.raises(ValueError, match="TRAIN_BATCH_TOKENS=100 is less than half of 4096"):
@@ -160,11 +157,13 @@ def test_a_batch_that_was_not_meant_is_said(capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("files, limit", [
-    ({}, math.inf), ({"cpu.max": "max 100000\n"}, math.inf), ({"cpu.max": "150000 100000\n"}, 1.5),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
-    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2)])
-def test_a_container_may_have_fewer_cpus_than_its_machine(tmp_path, monkeypatch, files, limit):
+@pytest.mark.parametrize("files, ranks, threads", [
+    ({}, 1, 8), ({}, 2, 4),
+    ({"cpu.max": "max 100000\n"}, 1, 8), ({"cpu.max": "150000 100000\n"}, 1, 1),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1, 8),
+    ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1, 2)])
+def test_ranks_share_the_cpus_of_a_container(tmp_path, monkeypatch, files, ranks, threads):
+    """Launchers other than torchrun do not set OMP_NUM_THREADS."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -172,6 +171,7 @@ def test_a_container_may_have_fewer_cpus_than_its_machine(tmp_path, monkeypatch,
     monkeypatch.setattr(train_gpt, "Path", lambda root, name: tmp_path / name)
     monkeypatch.setattr(train_gpt.torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(train_gpt.torch, "set_num_threads", chosen.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "environ", {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)})
     train_gpt.start_ranks(tiny_config())
-    assert chosen == [8 if limit == math.inf else int(limit)]
+    assert chosen == [threads]

@@ -1,4 +1,4 @@
-"""Whole runs of the script: the log's lines, ranks, devices, and what is found before training."""
+"""Whole runs of the script: log, ranks, devices, what is found before training; and its file."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import train_gpt
 from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config, write_shard
 
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
+SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
 NUMBER = r"-?\d+(\.\d+)?"
 TIMES = rf"train_time:\d+ms step_avg:{NUMBER}ms"
 PATTERNS = [  # in this order, others between them
@@ -52,8 +54,7 @@ def test_the_log_has_the_lines_that_parsers_read(finished):
     for pattern in PATTERNS:
         assert any(re.fullmatch(pattern, line) for line in rest), (pattern, result.stdout)
     text = (folder / "logs" / "run.txt").read_text()
-    source = (train_gpt.Path(train_gpt.__file__)).read_text()
-    assert text.startswith(source + "\n" + "=" * 100 + "\nRunning Python ")
+    assert text.startswith(SOURCE + "\n" + "=" * 100 + "\nRunning Python ")
     assert text.endswith("=" * 100 + "\n" + "\n".join(lines[1:]) + "\n")
 
 
@@ -69,7 +70,7 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
     assert [f"{final[key]:.8f}" for key in ("val_loss", "val_bpb")] == list(exact.groups()) and final["step"] == 4
     bits = final["val_loss"] / math.log(2) * config["val_tokens"] / config["val_bytes"]
     assert final["val_bpb"] == pytest.approx(bits, rel=1e-12) and config["world_size"] == 1
-    assert export["code_sha256"] == hashlib.sha256((REPOSITORY / "train_gpt.py").read_bytes()).hexdigest()
+    assert export["code_sha256"] == hashlib.sha256(SOURCE.encode()).hexdigest()
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
     assert seen[6]["epoch"] == pytest.approx(4128 / 14000)  # the warm-up's step is not counted
@@ -95,53 +96,39 @@ def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "final_model.int8.ptz").exists()
 
 
-def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
-    """Launchers other than torchrun do not set OMP_NUM_THREADS."""
-    chosen = []
-    monkeypatch.setattr(os, "environ", {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    train_gpt.start_ranks(tiny_config())
-    assert chosen == [3]
-
-
-def test_more_ranks_than_gpus_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="more ranks than GPUs here"):
-        train_gpt.start_ranks(tiny_config(device="auto"))
-
-
-@pytest.mark.parametrize("device, variables, is_refused", [
-    ("auto", {}, True), ("cpu", {}, False), ("auto", {"CUDA_VISIBLE_DEVICES": ""}, False)])
-def test_a_gpu_that_pytorch_cannot_use_is_a_sentence(monkeypatch, device, variables, is_refused):
-    """Its driver is too old, or PyTorch is a build for CPUs: the run would be a hundred times slower without a word."""
+@pytest.mark.parametrize("gpus, device, variables, refusal", [
+    (1, "auto", {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+     "more ranks than GPUs here"),
+    (0, "auto", {}, "cannot use the GPU here: .* set DEVICE=cpu"),
+    (0, "cpu", {}, ""), (0, "auto", {"CUDA_VISIBLE_DEVICES": ""}, "")])
+def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, variables, refusal):
+    """A driver is too old, or PyTorch is a build for CPUs: the run would be a hundred times slower."""
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "GPU 0: Tesla T4 (UUID: GPU-1)")
+    monkeypatch.setattr(train_gpt.subprocess, "getoutput", lambda command: "GPU 0: Tesla T4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    if is_refused:
-        with pytest.raises(ValueError, match="cannot use the GPU here: .* set DEVICE=cpu"):
-            train_gpt.start_ranks(tiny_config(device=device))
-    else:
+    with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
         assert train_gpt.start_ranks(tiny_config(device=device)).device.type == "cpu"
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(DATA_PATH="nowhere"), "python data/prepare.py sotu"),
+    (dict(DATA_PATH="nowhere"), "nowhere' has no .*: python data/prepare.py sotu"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
     (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
-    (dict(OUT_DIR="file"), "File exists: 'file'"),
-    (dict(ATTN="cudnn"), "ATTN=cudnn runs no float32 heads of 16; try auto"),
-])
+    (dict(TOKENIZER_SHA256="0"), "byte260 is missing or not the model's, of TOKENIZER_SHA256=0"),
+    (dict(OUT_DIR="a.model"), "File exists: 'a.model'"),
+    (dict(TOKENIZER_PATH="a.model"), "TOKENIZER_PATH='a.model' cannot be read: "),
+    (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: "),
+    (dict(ATTN="cudnn"), "ATTN=cudnn runs no float32 heads of 16; try auto")])
 def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
     if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
         pytest.skip("MPS is there")
     _, data, _ = finished
-    (tmp_path / "file").write_text("in the way")
+    for name in ("a.model", "a.json"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, **changes))
     assert not (tmp_path / "logs").exists()
@@ -245,3 +232,59 @@ def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
     log = events(tmp_path, "preset")
     first, final = next(event for event in log if event["event"] == "train"), log[-1]
     assert final["step"] == 8 and final["val_loss"] < first["train_loss"] - 0.1
+
+
+def test_the_average_covers_all_steps_and_blocks_repeat_from_loop_at_also_after_a_resume(tmp_path, monkeypatch, capsys):
+    common = dict(OUT_DIR="", EMA_DECAY=0.2, CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=9, WARMUP_STEPS=2,
+                  NUM_LAYERS=3, LANES=1, NUM_LOOPS=2, LOOP_START=1, LOOP_END=1, LOOP_AT=0.5)
+    data, loops = make_shards(tmp_path), []
+    step, score = train_gpt.Trainer.train_step, train_gpt.Validation.score
+    monkeypatch.setattr(train_gpt.Trainer, "train_step", lambda trainer, *rest: (
+        loops.append(trainer.model.loops), step(trainer, *rest))[1])
+    monkeypatch.setattr(train_gpt.Validation, "score", lambda validation, model, *rest: (
+        loops.append(model.loops), score(validation, model, *rest))[1])
+
+    def run(run_id, **settings):
+        loops.clear()
+        run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID=run_id, **settings))
+
+    def weights(run_id):  # before rounding
+        return torch.load(tmp_path / "logs" / run_id / "final_model.pt", weights_only=True)
+
+    run("start", ITERATIONS=0)
+    run("run")
+    assert loops == [2, 2, 0, 0, 0, 2, 2, 2, 2, 2]  # warm-up; score and two steps, twice; scores before and after export
+    average = list(weights("start").values())  # not those of the warm-up
+    paths = sorted((tmp_path / "logs" / "run" / "checkpoints").glob("*.pt"))
+    for path, decay in zip(paths, (1 / 10, 2 / 11, 0.2, 0.2), strict=True):  # a short run forgets its start
+        state = torch.load(path, weights_only=True)
+        average = [decay * a + (1 - decay) * p.float() for a, p in zip(average, state["model"].values(), strict=True)]
+        torch.testing.assert_close(state["average"], average)
+    ended = weights("run")
+    assert all(p.equal(a) for p, a in zip(ended.values(), state["average"], strict=True))
+    assert not all(p.equal(ended[name]) for name, p in state["model"].items())
+    lines = [line for line in capsys.readouterr().out.splitlines() if " val_loss:" in line and line.startswith("step:")]
+    assert [line.endswith(" weights:live") for line in lines[-3:]] == [True, True, False]
+    for done, rest in ((1, [0, 2, 2, 2, 2, 2]), (2, 5 * [2]), (3, 3 * [2])):  # on both sides of the switch
+        run(f"from{done}", RESUME=tmp_path / "logs" / "run" / "checkpoints" / f"run_{done:08d}.pt")
+        assert all(p.equal(ended[name]) for name, p in weights(f"from{done}").items()) and loops[2:] == rest
+    run("score", ITERATIONS=0, INIT_FROM="run")
+    assert set(loops) == {2} and events(tmp_path, "score")[-1]["val_loss"] == events(tmp_path, "run")[-1]["val_loss"]
+    state["average"][0] = torch.zeros(1)
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(SystemExit, match="other.pt does not fit this run"):
+        run("wrong", RESUME=tmp_path / "other.pt")
+
+
+def test_the_file_stays_under_its_cap():
+    assert len(SOURCE.splitlines()) < 1500
+    assert max(map(len, SOURCE.splitlines())) <= 100
+
+
+def test_importing_the_file_touches_no_gpu_and_prints_nothing():
+    code = ("import torch, torch.cuda\n"
+            "def fail(*a, **k): raise AssertionError('CUDA was touched')\n"
+            "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = fail\n"
+            "import train_gpt")
+    result = run_trainer(REPOSITORY, code, script="-c")
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr

@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zlib
+from contextlib import nullcontext
 
 import events
 import export_hf
@@ -51,28 +51,15 @@ def call(monkeypatch, capsys):
     return run
 
 
-def test_an_artifact_knows_its_tokenizer(trained, tmp_path, monkeypatch):
-    folder, data = trained
-    with pytest.raises(SystemExit, match="other.model is missing or not the model's, of TOKENIZER_SHA256="):
-        run_here(monkeypatch, tmp_path, f"DATA_PATH={data}", f"TOKENIZER_PATH={folder / 'other.model'}", "ITERATIONS=0",
-                 "COMPILE=0", f"INIT_FROM={folder / 'final_model.int8.ptz'}")
-
-
-def repacked(artifact: bytes, changes: dict) -> bytes:
-    """An artifact that says something else of itself, and nothing else than that."""
-    raw = zlib.decompress(artifact)
-    about = {**json.JSONDecoder().raw_decode(raw.decode("latin-1"), raw.index(b'{"TOKENIZER_PATH'))[0], **changes}
-    state = torch.load(io.BytesIO(raw))
-    return zlib.compress(train_gpt.saved({**state, "about": json.dumps(about)}))
-
-
 @pytest.mark.parametrize("changes, message", [
     ({"NEW_SWITCH": 1}, "does not know: NEW_SWITCH"), ({"OUT_DIR": "/home/me"}, "does not know: OUT_DIR"),
     ({"NUM_LAYERS": -3}, "NUM_LAYERS=-3"), ({"MODEL_DIM": 64}, "other.ptz cannot be loaded into this model")])
 def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, message):
-    folder, _ = trained
+    """Its weights are as they were; it says something else of itself."""
+    artifact = train_gpt.read_saved(trained[0] / "final_model.int8.ptz")
+    artifact["about"] = json.dumps({**json.loads(artifact["about"]), **changes})
     other = tmp_path / "other.ptz"
-    other.write_bytes(repacked((folder / "final_model.int8.ptz").read_bytes(), changes))
+    other.write_bytes(zlib.compress(train_gpt.saved(artifact)))
     with pytest.raises(ValueError, match=message):
         sample.load(other)
 
@@ -125,14 +112,6 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypat
                 train_gpt.load_config([word, f"INIT_FROM={path}"], {})
         config, _ = train_gpt.load_config([f"INIT_FROM={path}", "TRAIN_SEQ_LEN=64", "DTYPE=bfloat16"], {"MODEL_DIM": "32"})
         assert (config.train_seq_len, config.shift_keys) == (64, True)
-
-
-def test_a_file_made_to_be_slow_or_large_is_read_at_once(tmp_path):
-    started = time.monotonic()
-    for text in (b'{"TOKENIZER_PATH": ' * 50_000, b'{"TOKENIZER_PATH": ' + b"[" * 900_000, b"x" * 10 ** 8):
-        (tmp_path / "a.ptz").write_bytes(zlib.compress(text))
-        assert train_gpt.read_settings(tmp_path / "a.ptz") == {}
-    assert time.monotonic() - started < 30  # a search for the end of each beginning takes minutes
 
 
 @pytest.mark.parametrize("changes", [
@@ -197,8 +176,8 @@ def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, argume
 
 
 @pytest.mark.parametrize("epoch, trained, losses, says", [
-    (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "read 9 times. Validation loss was lowest at step 30 (2.60 nats) and has risen to 3.10"),
-    (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "; set DROPOUT=0.1 and ITERATIONS=30, or use more text"),
+    (9.0, 2.0, [3.5, 3.0, 2.6, 2.9, 3.1], "read 9 times. Validation loss was lowest at step 30 (2.60 nats) and has risen to 3.10, "
+     "while training loss is 2.00: the model is memorizing the text; set DROPOUT=0.1 and ITERATIONS=30, or use more text"),
     (9.0, 2.5, [3.5, 3.0, 2.6, 2.605, 2.601], "stopped falling at about step 30 of 50; set DROPOUT=0.1 and ITERATIONS=30"),
     (9.0, 2.5, [3.5, 3.0, 2.6, 2.598, 2.595], "stopped falling at about step 30 of 50; set DROPOUT=0.1 and ITERATIONS=30"),
     (9.0, 1.0, [3.5, 3.0, 2.8, 2.5, 2.4], "Training loss is 1.00 nats and validation loss 2.40: the model has memorized much of the text; set DROPOUT=0.1, or"),
@@ -224,8 +203,6 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", 
         "SLURM_JOB_ID": "12034"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "rack[1-2]n[3-4],x1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-
-
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -265,11 +242,8 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, la
     (PALS, "PMI_SIZE=8, but"), (SRUN, "SLURM_STEP_NUM_TASKS=8, but")])
 def test_ranks_are_those_of_torchruns_variables_or_one(monkeypatch, variables, wanted):
     monkeypatch.setattr(os, "environ", dict(variables))
-    if isinstance(wanted, list):
+    with pytest.raises(ValueError, match=wanted) if isinstance(wanted, str) else nullcontext():
         assert train_gpt.find_ranks() == wanted
-    else:
-        with pytest.raises(ValueError, match=wanted):
-            train_gpt.find_ranks()
 
 
 @pytest.mark.slow
