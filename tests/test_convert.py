@@ -58,8 +58,7 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     ("val.bin", b"odd", ["--dtype", "uint16"], "val.bin cannot be read: "),
     ("val.bin", [1, 260], [], "val.bin holds tokens 1 to 260, but"), ("val.bin", [1, 1], [], "decode to no text"),
     ("val.npy", np.array([{}]), [], "val.npy cannot be read: "), ("val.npy", np.zeros(9), [], "val.npy does not hold"),
-    ("val.npy", np.array([1, -2, 3]), [], "val.npy holds tokens -2 to 3"),
-])
+    ("val.npy", np.array([1, -2, 3]), [], "val.npy holds tokens -2 to 3")])
 def test_mistakes_are_explained(tmp_path, monkeypatch, name, content, arguments, wanted):
     path = tmp_path / name
     if isinstance(content, list):
