@@ -1,6 +1,5 @@
 """Nothing is lost: resuming, signals, steps that are not finite, damaged checkpoints, full disks, ranks that differ."""
 
-import contextlib
 import errno
 import gc
 import json
@@ -13,6 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ import torch
 from conftest import (  # first: it finds the trainer
     REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config, write_shard)
 import train_gpt
+
+DISK_IS_FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
 def tiny_run(monkeypatch, folder, data, **changes):
@@ -53,10 +55,6 @@ def broken_forward(monkeypatch, calls, value=float("nan")):
         return loss * value if loss.requires_grad and count[0] in calls else loss
 
     monkeypatch.setattr(train_gpt.GPT, "forward", patched)
-
-
-def disk_is_full():
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def losses(log):
@@ -141,30 +139,20 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
 
 
 def test_only_the_newest_checkpoints_of_the_run_are_kept(tmp_path, monkeypatch, data):
-    """Another run's name may begin like this one's or match it as a pattern; another file's time may lie ahead."""
-    tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, RUN_ID="lr0", RESUME="auto")
-    folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["lr0_00000008.pt", "lr0_00000009.pt"]
+    """By their steps: a laptop's clock may have been ahead. Another run's name may begin like this one's or match it as a
+    pattern."""
+    folder, tomorrow = tmp_path / "checkpoints", time.time() + 86400
+    for iterations, kept in ((4, [2, 4]), (9, [8, 9])):
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=2, RUN_ID="lr0", RESUME="auto", ITERATIONS=iterations)
+        assert [path.name for path in checkpoints(tmp_path)] == [f"lr0_{step:08d}.pt" for step in kept]
+        for path in checkpoints(tmp_path):
+            os.utime(path, (tomorrow, tomorrow))
     others = {"lr0_00000008.pt", "lr0_00000009.pt", "lr[01]_20261122_00000009.pt", "b_00000001.pt"}
     for name in ("lr[01]_20261122_00000009.pt", "b_00000001.pt", "lr[01]_00000099.pt"):
         (folder / name).write_bytes(b"x")
-    later = time.time() + 3600
-    os.utime(folder / "lr[01]_00000099.pt", (later, later))
+    os.utime(folder / "lr[01]_00000099.pt", (tomorrow, tomorrow))
     tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=4, RUN_ID="lr[01]", KEEP_CHECKPOINTS=1)
     assert {path.name for path in folder.iterdir()} == others | {"lr[01]_00000009.pt"}
-
-
-def test_of_one_run_the_last_step_is_the_newest_checkpoint(tmp_path, monkeypatch, data):
-    """The clock of a virtual machine or a laptop may have been ahead."""
-    settings = dict(CHECKPOINT_EVERY=2, RUN_ID="run", RESUME="auto")
-    tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=4)
-    tomorrow = time.time() + 86400
-    for path in checkpoints(tmp_path):
-        os.utime(path, (tomorrow, tomorrow))
-    tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=8)
-    assert [path.name for path in checkpoints(tmp_path)] == ["run_00000006.pt", "run_00000008.pt"]
-    log = tiny_run(monkeypatch, tmp_path, data, **settings, ITERATIONS=10)
-    assert next(e for e in log if e["event"] == "resume")["step"] == 8
 
 
 def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpointed, tmp_path, monkeypatch, data):
@@ -194,7 +182,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     assert [e["step"] for e in log if e["event"] == "train"] == list(range(4, 13))
 
 
-def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
+def test_a_hostile_checkpoint_is_refused_or_harmless(whole, tmp_path, monkeypatch, data):
     state = read_checkpoint(checkpoints(whole)[0])
     name = next(iter(state["model"]))
 
@@ -204,7 +192,6 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
 
     path = tmp_path / "bad_00000003.pt"
     for wanted, changes in (
-            ("it is of another version", {"format": 1}),
             ("does not fit this run", {"config": {**state["config"], "seed": torch.zeros(3)}}),
             ("was trained with other settings", {"config": {"run_id": "bad"}}),
             ("cannot be used: ", {"config": 3}),
@@ -218,15 +205,11 @@ def test_a_hostile_checkpoint_is_refused(whole, tmp_path, monkeypatch, data):
         torch.save({**state, **changes}, path)
         with pytest.raises(SystemExit, match=wanted):
             tiny_run(monkeypatch, tmp_path / "bad", data, RESUME=path)
-
-
-def test_a_checkpoint_cannot_replace_the_tensors_that_the_optimizers_hold(whole, tmp_path, monkeypatch, data):
-    state = read_checkpoint(checkpoints(whole)[0])
     state["model"] = OrderedDict(state["model"])
-    assigns = {"assign_to_params_buffers": True}  # as load_state_dict(assign=True)
+    assigns = {"assign_to_params_buffers": True}  # the optimizers would keep the tensors before
     state["model"]._metadata = OrderedDict((name.rpartition(".")[0], assigns) for name in ["", *state["model"]])
-    torch.save(state, tmp_path / "run_00000003.pt")
-    tiny_run(monkeypatch, tmp_path / "resumed", data, RESUME=tmp_path / "run_00000003.pt")
+    torch.save(state, path)
+    tiny_run(monkeypatch, tmp_path / "resumed", data, RESUME=path)
     assert artifacts(tmp_path / "resumed") == artifacts(whole)
 
 
@@ -288,29 +271,29 @@ def test_a_signal_in_a_validation_ends_the_run_before_the_next_step(tmp_path, mo
     assert (log[-1]["event"] == "export") == (step == 9) and (step < 9 or artifacts(tmp_path) == artifacts(whole))
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch, capfd):
+@pytest.mark.parametrize("signals, codes", [
+    ([(signal.SIGINT, 0), (signal.SIGINT, 0.9), (signal.SIGINT, 1.1)], [130]),
+    ([(signal.SIGINT, 0), (signal.SIGTERM, 2)], [143]),  # torchrun's for the second Ctrl-C
+    ([(signal.SIGTERM, 0), (signal.SIGTERM, 2)], []),
+    ([(signal.SIGTERM, 0), (signal.SIGINT, 2)], [130])])
+def test_a_second_ctrl_c_ends_at_once(monkeypatch, capfd, signals, codes):
     """But not within a second of the first one, since launchers repeat signals."""
     clock, exits = train_gpt.Clock(tiny_config(), one_process()), []
     monkeypatch.setattr(os, "_exit", exits.append)
-    for now, wanted in ((50.0, []), (50.9, []), (51.1, [130])):
+    for number, now in signals:
+        assert not exits
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
-        clock.on_signal(signal.SIGINT, None)
-        assert exits == wanted
+        clock.on_signal(number, None)
+    assert exits == codes
     assert capfd.readouterr().err.count("stopping after this step or score") == 1
 
 
-def test_a_signal_is_heard_where_the_terminal_is_closed(capfd):
+def test_a_signal_is_heard_where_the_terminal_is_closed(monkeypatch):
     """As that of `2>&1 | tee`, which a Ctrl-C ends first."""
-    clock, ends, kept = train_gpt.Clock(tiny_config(), one_process()), os.pipe(), os.dup(2)
-    os.dup2(ends[1], 2)
-    os.close(ends[0])
-    os.close(ends[1])
-    try:
-        clock.on_signal(signal.SIGHUP, None)
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-    assert [number for number, _ in clock.signals] == [signal.SIGHUP]
+    clock, write = train_gpt.Clock(tiny_config(), one_process()), Mock(side_effect=BrokenPipeError)
+    monkeypatch.setattr(os, "write", write)
+    clock.on_signal(signal.SIGHUP, None)
+    assert write.called and [number for number, _ in clock.signals] == [signal.SIGHUP]
 
 
 def test_ctrl_c_before_the_training_is_one_sentence(tmp_path, monkeypatch, data):
@@ -382,7 +365,7 @@ def test_float16_that_overflows_in_every_step_stops_the_run(tmp_path, monkeypatc
 def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeypatch, data, whole, capsys):
     (tmp_path / "final_model.int8.ptz").write_bytes(b"of an earlier run")
     with monkeypatch.context() as patch:
-        at_calls(patch, os, "fsync", range(3, 99), disk_is_full)  # there is room for two checkpoints
+        at_calls(patch, os, "fsync", range(3, 99), DISK_IS_FULL)  # there is room for two checkpoints
         with pytest.raises(SystemExit, match="final_model.int8.ptz could not be written: .*No space left"):
             tiny_run(patch, tmp_path, data, CHECKPOINT_EVERY=2)
     out = capsys.readouterr().out
@@ -396,7 +379,7 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
 
 def test_a_disk_that_is_too_full_for_the_floats_gets_the_artifact(tmp_path, monkeypatch, data, whole, capsys):
     """Which is a third of their size. The floats are not tried again, and the run has not failed."""
-    at_calls(monkeypatch, os, "fsync", {1}, disk_is_full)
+    at_calls(monkeypatch, os, "fsync", {1}, DISK_IS_FULL)
     log = tiny_run(monkeypatch, tmp_path, data)
     assert "\nwarning: final_model.pt could not be written: [Errno 28] No space left on device\n" in capsys.readouterr().out
     assert [event["event"] for event in log[-2:]] == ["export", "final"] and not (tmp_path / "final_model.pt").exists()
@@ -450,51 +433,29 @@ def test_a_run_puts_back_what_it_changes_in_its_process(tmp_path, monkeypatch, d
         return [signal.getsignal(number) for number in signal.Signals], gc.isenabled(), torch.get_num_threads()
 
     before = process()
-    for folder, failure in (("whole", None), ("broken", RuntimeError("a bug"))):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
-        if failure:
-            monkeypatch.setattr(train_gpt, "train", lambda *_: (_ for _ in ()).throw(failure))
-        with contextlib.suppress(RuntimeError):
-            train_gpt.run(*train_gpt.load_config(tiny_arguments(data, RUN_ID="run"), {}), "")
-        assert process() == before
-    monkeypatch.undo()
+    arguments = *train_gpt.load_config(tiny_arguments(data, RUN_ID="run"), {}), ""
     monkeypatch.chdir(tmp_path)
-    threading.Thread(target=train_gpt.run, args=(*train_gpt.load_config(tiny_arguments(data, RUN_ID="run"), {}), "")).start()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.name.startswith("Thread"):
-            thread.join()
+    train_gpt.run(*arguments)
+    assert process() == before
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug"):
+        patch.setattr(train_gpt, "train", Mock(side_effect=RuntimeError("a bug")))
+        train_gpt.run(*arguments)
+    assert process() == before
+    thread = threading.Thread(target=train_gpt.run, args=arguments)
+    thread.start()
+    thread.join()
     assert "warning: in a thread, signals do not stop a run" in capsys.readouterr().err
     assert events(tmp_path, "run")[-1]["event"] == "final"
 
 
-@pytest.mark.parametrize("numbers, seconds, ends", [
-    ((signal.SIGINT, signal.SIGINT), 0.5, False), ((signal.SIGINT, signal.SIGINT), 2, True),
-    ((signal.SIGINT, signal.SIGTERM), 2, True),  # what torchrun makes of the second Ctrl-C
-    ((signal.SIGTERM, signal.SIGTERM), 2, False), ((signal.SIGTERM, signal.SIGINT), 2, True)])
-def test_a_second_ctrl_c_ends_at_once(monkeypatch, numbers, seconds, ends):
-    clock, codes = train_gpt.Clock(tiny_config(), one_process()), []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    clock.on_signal(numbers[0], None)
-    later = time.monotonic() + seconds
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    clock.on_signal(numbers[1], None)
-    assert codes == [128 + numbers[1]] * ends
-
-
-def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(tmp_path, monkeypatch, data):
-    def train(*arguments):
-        raise error
-
-    monkeypatch.setattr(train_gpt, "train", train)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    with pytest.raises(SystemExit, match="Tried to allocate 2.00 GiB.\nTry a lower MICRO_BATCH_TOKENS"):
-        tiny_run(monkeypatch, tmp_path, data)
-    error = torch.distributed.DistNetworkError("port 29500 is in use")
-    with pytest.raises(SystemExit, match="^train_gpt.py: port 29500 is in use$"):
-        tiny_run(monkeypatch, tmp_path, data)
-    error = RuntimeError("a bug")
-    with pytest.raises(RuntimeError, match="^a bug$"):
+@pytest.mark.parametrize("error, ends, says", [
+    (torch.OutOfMemoryError("CUDA out of memory."), SystemExit, "memory.\nTry a lower MICRO_BATCH"),
+    (torch.distributed.DistNetworkError("port in use"), SystemExit, "^train_gpt.py: port in use$"),
+    (RuntimeError("a bug"), RuntimeError, "^a bug$")])
+def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(
+        tmp_path, monkeypatch, data, error, ends, says):
+    monkeypatch.setattr(train_gpt, "train", Mock(side_effect=error))
+    with pytest.raises(ends, match=says):
         tiny_run(monkeypatch, tmp_path, data)
 
 
