@@ -103,15 +103,11 @@ def shell(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
 def test_run_sh_replaces_an_environment_that_is_dead_and_removes_one_that_is_half_made(checkout):
     """Debian's venv leaves a python without pip, and fails, if its package python3-venv is missing."""
     stand_in(checkout, "python", "exit 1")
-    own = checkout / "own-python"
-    own.write_text("""#!/usr/bin/env bash
-[ "$1 $2" = "-m venv" ] || exit 0
+    stand_in(checkout, "../../own-python", """[ "$1 $2" = "-m venv" ] || exit 0
 mkdir -p .venv/bin
 printf '#!/usr/bin/env bash\\n[[ "$*" != *pip* ]] || echo "$*"\\n' > .venv/bin/python
 chmod +x .venv/bin/python
-exit $FAILS
-""")
-    own.chmod(0o755)
+exit $FAILS""")
     assert shell(checkout, "-c", "FAILS=1 PYTHON=./own-python ./run.sh test").returncode == 1
     assert not (checkout / ".venv").exists()
     result = shell(checkout, "-c", "FAILS=0 PYTHON=./own-python ./run.sh test")
@@ -181,6 +177,8 @@ esac""")
 
 
 def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
+    old = 'case "$*" in --version) echo Python 3.10.12 ;; *) exit 1 ;; esac'
+    stand_in(checkout, "../../old-python", old)
     shutil.rmtree(checkout / ".venv")
     assert "PYTHON names the interpreter" in shell(checkout, "run.sh", "--help").stdout
     for word in ("tset", "--epochs"):
@@ -188,16 +186,12 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
         assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
     result = shell(checkout, "run.sh", "--preset", "x")
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: cpu_1mb cpu_1mb_avx2 h100_")
-    old = checkout / "old-python"
-    old.write_text('#!/bin/sh\ncase "$*" in --version) echo Python 3.10.12 ;; *) exit 1 ;; esac\n')
-    old.chmod(0o755)
     result = shell(checkout, "-c", "PYTHON=./old-python sh run.sh DEVICE=cpu")
     assert result.stderr.startswith("run.sh: Python 3.11 or newer is needed, and ./old-python is Python 3.10.12; name one: ")
     assert not (checkout / ".venv").exists()
 
 
 def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
-    make_shards(checkout / "data")
     other = checkout / "other"
     (other / "mine").mkdir(parents=True)
     (other / "copy").mkdir()
@@ -215,35 +209,30 @@ def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
 
 
 def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
-    stand_in(checkout, "python", """case "$*" in
-*device_count*) echo 2 ;;
-*prepare.py*) mkdir -p data/datasets/sotu_caseops2048; touch data/datasets/sotu_caseops2048/manifest.json; echo "$*" ;;
+    """Without a GPU, it is quick.env, which leaves the vocabulary to the manifest of a text."""
+    speeches = "data/datasets/sotu_caseops2048"
+    prepares = f"data/prepare.py sotu --tokenizer caseops2048 --out {speeches}"
+    stand_in(checkout, "python", f"""case "$*" in
+*device_count*) echo ${{GPUS-2}} ;;
+*prepare.py*) mkdir -p {speeches}; touch {speeches}/manifest.json; echo "$*" ;;
 *) touch logs/x.txt ;;
 esac""")
     result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh NUM_LAYERS=2 --preset cpu_1mb")
-    assert result.returncode == 0, result.stderr
-    assert "data/prepare.py sotu --tokenizer caseops2048 --out data/datasets/sotu_caseops2048" in result.stdout
+    assert result.returncode == 0 and prepares in result.stdout, result.stderr
     command = next(line for line in result.stdout.splitlines() if line.startswith(".venv/bin/python train_gpt.py")).split()
     names = [word.split("=")[0] for word in command[2:]]
     assert len(names) == len(set(names)) and "MLP_SLOPE" not in names  # it is in the environment
-    assert {"DATA_PATH=data/datasets/sotu_caseops2048", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"} <= set(command)
+    assert {f"DATA_PATH={speeches}", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"} <= set(command)
     assert "torch.distributed.run" not in command  # the machine has two GPUs, but this preset is for CPUs
     assert "MAX_WALLCLOCK_SECONDS" not in names  # not the quick start's 120
     result = shell(checkout, "run.sh", "--preset", "cpu_1mb", "DEVICE=auto")
-    assert "torch.distributed.run" in result.stdout and "DATA_PATH=data/datasets/sotu_caseops2048 " in result.stdout
-
-
-def test_run_sh_takes_the_quick_preset_where_there_is_no_gpu(checkout):
-    stand_in(checkout, "python", """case "$*" in
-*device_count*) echo 0 ;;
-*prepare.py*) mkdir -p data/datasets/sotu_caseops2048; touch data/datasets/sotu_caseops2048/manifest.json; echo "$*" ;;
-*) touch logs/x.txt ;;
-esac""")
-    result = shell(checkout, "run.sh", "NUM_LAYERS=2")
-    assert "data/prepare.py sotu --tokenizer caseops2048 --out data/datasets/sotu_caseops2048" in result.stdout, result.stderr
-    assert " DATA_PATH=data/datasets/sotu_caseops2048 @records/presets/quick.env RUN_ID=" in result.stdout
-    config, _ = train_gpt.load_config([f"@{REPOSITORY}/records/presets/quick.env", "DATA_PATH=mine", "MODEL_DIM=96"], {})
-    assert config.vocab_size == train_gpt.Config.vocab_size  # a preset for any text leaves this to its manifest
+    assert "torch.distributed.run" in result.stdout and f"DATA_PATH={speeches} " in result.stdout
+    (checkout / speeches / "manifest.json").unlink()
+    result = shell(checkout, "-c", "GPUS=0 ./run.sh NUM_LAYERS=2")
+    assert prepares in result.stdout, result.stderr
+    assert f" DATA_PATH={speeches} @records/presets/quick.env RUN_ID=" in result.stdout
+    quick = [f"@{REPOSITORY}/records/presets/quick.env", "DATA_PATH=mine"]
+    assert train_gpt.load_config(quick, {})[0].vocab_size == train_gpt.Config.vocab_size
 
 
 def test_run_sh_does_not_train_on_the_cpu_of_a_machine_whose_gpus_pytorch_cannot_use(checkout):
