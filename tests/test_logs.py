@@ -2,11 +2,12 @@
 
 import json
 import sys
-import types
+from unittest.mock import Mock
 
 import plot
 import pytest
 import track
+from conftest import run_script
 
 
 def write_lines(path, *events, append=False):
@@ -14,9 +15,10 @@ def write_lines(path, *events, append=False):
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
-def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000):
+def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000,
+              code="a", digest="x"):
     settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data}
-    events = [{"event": "config", "config": settings}]
+    events = [{"event": "config", "data_sha256": digest, "config": settings}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
     for step in steps:
@@ -26,7 +28,7 @@ def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True
             events.append({"event": "val", "step": step, "val_loss": 4 - step / 2 + shift, "val_bpb": 2 - step / 4,
                            "train_time_ms": 1000 * step})
     if final:
-        events += [{"event": "export", "artifact_bytes": 900, "code_bytes": 100},
+        events += [{"event": "export", "code_sha256": code, "artifact_bytes": 900, "code_bytes": 100},
                    {"event": "final", "step": steps[-1], "val_loss": 2.01, "val_bpb": 1.01}]
     write_lines(path, *events)
     return path
@@ -50,13 +52,8 @@ def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
 
 
 def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_line(tmp_path):
-    def run(name, seed, code="a", data="x"):
-        path = write_log(tmp_path / f"{name}.jsonl", seed=seed, final=False)
-        path.write_text(path.read_text().replace('{"event": "config",', f'{{"event": "config", "data_sha256": "{data}",'))
-        write_lines(path, {"event": "export", "code_sha256": code}, append=True)
-        return plot.read_run(str(path))
-
-    runs = [run("a", 1), run("b", 2), run("_c$", 2), run("code", 1, code="b"), run("data", 1, data="y")]
+    changes = {"a": {}, "b": {"seed": 2}, "_c$": {"seed": 2}, "code": {"code": "b"}, "data": {"digest": "y"}}
+    runs = [read(tmp_path / f"{name}.jsonl", **change) for name, change in changes.items()]
     groups = plot.groups_of(runs)
     assert [[member.name for member in members] for members in groups.values()] == [["a", "b"], ["_c$"], ["code"], ["data"]]
     assert list(groups) == ["a, 2 runs", r"run _c\$", "code", "data"]
@@ -75,17 +72,12 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     assert plot.curve(run, "train", "step", "loss")[0].tolist() == [1, 2]
 
 
-def run_plot(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["plot.py", *map(str, arguments)])
-    plot.main()
-
-
 def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     runs = [write_log(tmp_path / f"{number}.jsonl", lr=number) for number in range(3)]
     for name, start, more in (("0.png", b"\x89PNG", []), ("a.pdf", b"%PDF", ["--out", tmp_path / "a.pdf"]),
                               ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
-        run_plot(monkeypatch, *runs, *more)
+        run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
 
 
@@ -105,23 +97,20 @@ def test_one_line_has_one_panel_and_losses_of_other_texts_are_not_compared(tmp_p
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
-        run_plot(monkeypatch, tmp_path / "x.jsonl")
+        run_script(monkeypatch, plot, tmp_path / "x.jsonl")
 
 
 def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):
     """With a stand-in for the client, which notes what it is sent."""
-    start, sent = {"event": "config", "config": {"NUM_LAYERS": 2}, "elapsed_s": 1.0}, []
+    start, sent, client = {"event": "config", "config": {"NUM_LAYERS": 2}, "elapsed_s": 1.0}, [], Mock()
+    client.init.return_value.log = lambda row, step: sent.append(row)
+    client.init.return_value.finish = lambda: sent.append("finished")
 
     def train(step):
         return {"event": "train", "step": step, "train_loss": 5.0 - step, "grad_norm": None}
 
-    def init(project, name, config):
-        assert (project, name, config) == ("train_gpt", "run", {"NUM_LAYERS": 2})
-        return types.SimpleNamespace(log=lambda row, step: sent.append(row), finish=lambda: sent.append("finished"))
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", client)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run"])
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "logs" / "run.jsonl"
     path.parent.mkdir()
@@ -136,12 +125,11 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
     monkeypatch.setattr(track.time, "sleep", lambda seconds: next(parts)())
     wanted = [{"train/step": step, "train/train_loss": 5.0 - step, "step": step} for step in (1, 2, 3)]
     wanted += [{"final/step": 3, "final/val_loss": 3.0, "step": 3}, "finished"]
-    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run", "--once"])
-    track.main()  # would wait for ever after a run that was killed
+    run_script(monkeypatch, track, "wandb", "run", "--once")  # also after a run that was killed
     assert sent.pop() == "finished" and [row["step"] for row in sent] == [1]
-    monkeypatch.setattr(sys, "argv", ["track.py", "wandb", "run"])
+    client.init.assert_called_with(project="train_gpt", name="run", config={"NUM_LAYERS": 2})
     for _ in range(2):  # while it trains, and afterwards
         sent.clear()
-        track.main()
+        run_script(monkeypatch, track, "wandb", "run")
         assert sent == wanted
     assert next(parts, None) is None
