@@ -1,13 +1,14 @@
 """Train the best language model you can within a size limit and a time limit.
 
-    python train_gpt.py --help                             every variable and its default
-    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device: CUDA, MPS or CPU
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help lists all variables
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
-    python train_gpt.py ITERATIONS=0 INIT_FROM=RUN_ID DATA_PATH=FOLDER    score its model
 
-Set variables in the environment or as NAME=value arguments; arguments win. @FILE names a file
-of such lines, over which both win. In shapes, B is rows, T tokens, V vocabulary, D width,
-H query heads, K key/value heads, C head width.
+Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
+Science comes first: Config (every setting), Ranks, GPT, Muon and build_optimizers, TokenLoader,
+schedule, Trainer (a step) and train (all steps). Then machinery: start_ranks, load_config, RunLog,
+Validation, quantize to load_weights (the artifact), checkpoints, export, resolve and run.
+In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head
+width. "Published" means openai/parameter-golf's train_gpt.py.
 """
 import ctypes
 import difflib
@@ -38,7 +39,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-# A field of Config is `free` if it may change on resume, `kept` if the model needs it later.
+# A setting is a field of Config: my_gain: float = kept(1.0, "gain of my layer", high=9), then
+# config.my_gain in the model, and MY_GAIN=2 sets it. `kept`: stored with the model, which needs it.
+# `free`: may change when a run is resumed. `var`: neither.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
@@ -46,9 +49,9 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
-CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps' operators for capitals: without bytes, and score 0
+CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps' operators for capitals, which have no bytes
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # set by clusters
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # clusters set them
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -81,19 +84,19 @@ class Config:
     device: str = free("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = kept("auto", "type; auto: bfloat16 where native", "auto|bfloat16|float32|float16")
     matmul_precision: str = free("high", "float32 products; high: TF32 on CUDA", "highest|high")
-    compile: str = free("auto", "auto: 1 on CUDA, blocks on Linux", "auto|0|1|blocks")
+    compile: str = free("auto", "auto: 1 on CUDA, blocks on Linux's CPUs", "auto|0|1|blocks")
     attn: str = free("auto", "tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     # Length, validation and log
     iterations: int = free(20000, "train for at most N steps")
     max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the rates in the last N steps", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in the last N steps; 0: never", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans that a rank reads a step; 0: its share of 8")
+    grad_accum_steps: int = free(0, "spans of text a rank reads a step; 0: 8 over ranks")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "most tokens scored in GRAD_ACCUM_STEPS passes")
+    val_batch_size: int = free(524288, "at most, tokens in GRAD_ACCUM_STEPS passes of all ranks")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
     eval_seq_len: int = free(0, "window of a second score; 0: TRAIN_SEQ_LEN", high=1e6)
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
@@ -116,7 +119,6 @@ class Config:
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = kept(False, "shift a part of each key by one token")
     exclusive_attn: bool = kept(False, "project a token's own value out of its output")
-    head_gate: bool = kept(False, "let each token weigh the output of each of its heads")
     lanes: int = kept(0, "blocks at the end whose MLP has a residual stream of its own")
     num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
     loop_start: int = kept(0, "first repeated block, counted from 0")
@@ -134,7 +136,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_row_norm: bool = var(False, "give the rows of Muon's updates one norm at first")
+    muon_row_norm: bool = var(False, "give the rows of an update one norm, then orthogonalize")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
@@ -154,7 +156,7 @@ class Config:
     keep_checkpoints: int = free(2, "keep the N newest checkpoints of the run", low=1)
     resume: str = free("", "checkpoint to continue; auto: the newest readable one")
     control_tensor_name_patterns: str = var(CONTROL, "parts of names: trained by Adam, not Muon")
-    int8_keep_float_fp32_name_patterns: str = free("", "small float32 tensors; empty: as above")
+    int8_keep_float_fp32_name_patterns: str = free("", "tensors in float32; empty: as above")
     int8_keep_float_max_numel: int = free(65536, "tensors of at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
@@ -177,13 +179,13 @@ class Config:
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
         require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
-        require(self.lanes <= self.num_layers - self.loop_start, f"LANES={self.lanes} must be at "
-                f"most NUM_LAYERS - LOOP_START = {self.num_layers - self.loop_start}")
+        most = self.num_layers - self.loop_start  # so that a lane begins in the last pass
+        require(self.lanes <= most, f"LANES={self.lanes} must be at most {most} here")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # of a given model
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
 KEPT = ["TOKENIZER_PATH", *(name for name, f in FIELDS.items() if f.metadata["kind"] == "kept")]
 
 # ---- Ranks -----------------------------------------------------------------------------
@@ -221,11 +223,10 @@ class Ranks:
         return 1000 * time.perf_counter()
 
 # ---- Model -----------------------------------------------------------------------------
-# Each module is its equation for whole rows. Weights, mostly float32, are cast to x's type.
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # few factors: the gain's gradient is cheap
+    return (x * (factors * gain)).to(x.dtype)  # so the gain's gradient is a sum over few numbers
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) by halves; cos, sin (T, 1, C/2)."""
@@ -234,73 +235,74 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def token_before(x: Tensor) -> Tensor:
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension to T
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by quarters of the queries: q (B, K, H/K, T, C); k, v (B, K, T, C)."""
-    size = math.ceil(q.size(3) / 4)
-    y, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
-    for i, q_i in enumerate(q.chunk(4, 3)):  # `size` queries, without the keys after them
-        k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)  # slices are slower
-        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
+    size = math.ceil(q.size(3) / 4)  # queries in a tile; the last one may have fewer
+    tiles, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
+    for i, q_i in enumerate(q.chunk(4, 3)):
+        k_i = torch.cat(keys[:i + 1], 2)  # none after the tile; a slice of k would be slower
+        v_i = torch.cat(values[:i + 1], 2)
+        scores = q_i.flatten(2, 3) @ k_i.mT  # one product for all heads that share a key
+        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
         mask = torch.full(scores.shape[3:], -math.inf, dtype=q.dtype).triu(i * size + 1)
-        y.append(((scores + mask).softmax(-1).flatten(2, 3) @ v_i).view_as(q_i))
-    return torch.cat(y, 3)
+        weights = (scores + mask).softmax(-1)
+        tiles.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
+    return torch.cat(tiles, 3)
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
+    group = q.size(1) // k.size(1)  # query heads that share a key
     if kernel == "tiled":
-        return tiled_attention(q.unflatten(1, (k.size(1), -1)), k, v).flatten(1, 2)
-    has_groups = kernel in ("cudnn", "flash")  # on CPUs since PyTorch 2.10
-    if q.size(1) > k.size(1) and not has_groups:
-        k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+        return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2)
+    has_groups = kernel in ("cudnn", "flash")  # the others need as many keys as queries
+    if group > 1 and not has_groups:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=has_groups)
 
 def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor:
     """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once."""
+    for layer in layers:
+        if getattr(layer, "inputs_gram", None) is not None:  # `calibrate` wants x^T x (D, D)
+            rows = x.detach().flatten(0, -2).float()
+            layer.inputs_gram = layer.inputs_gram + rows.mT @ rows
     weights = [layer.weight for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:
-        weight = weight * scale[:, None]  # smaller than the output
-    for layer in layers:
-        if getattr(layer, "gram", None) is not None:  # `calibrate` wants x^T x (D, D)
-            rows = x.detach().flatten(0, -2).float()
-            layer.gram = layer.gram + rows.mT @ rows
+        weight = weight * scale[:, None]  # cheaper than to scale the output
     return F.linear(x, weight.to(x.dtype))
 
 class Attention(nn.Module):
     """Causal self-attention of x (B, T, D); queries and keys are normed, with a gain a head."""
     def __init__(self, config: Config):
         super().__init__()
-        width = config.model_dim
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        kv_width = width // config.num_heads * config.num_kv_heads
         self.config = config
+        width = config.model_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # of q, k, v
+        kv_width = width // config.num_heads * config.num_kv_heads
         self.c_q = nn.Linear(width, width, bias=False)
         self.c_k = nn.Linear(width, kv_width, bias=False)
         self.c_v = nn.Linear(width, kv_width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
-        if config.head_gate:
-            self.attn_scale_gate = nn.Parameter(torch.zeros(config.num_heads, min(32, width)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
-        qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
-        q, k, v = qkv.split(self.heads, dim=2)  # of (B, T, H + 2K, C)
-        if self.config.shift_keys:  # so that one layer can copy (modded-nanogpt#169)
-            half = k.size(3) // 2
-            pair = torch.arange(k.size(3), device=k.device) % half  # the fastest first
-            k = torch.where(pair < (self.config.rope_dims // 2 or half // 2), k, token_before(k))
-        q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
-        k = rotate(rms_norm(k), cos, sin)
+        config = self.config
+        qkv = linear(x, self.c_q, self.c_k, self.c_v)
+        qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
+        q, k, v = qkv.split(self.heads, dim=2)
+        if config.shift_keys:  # so that one layer can copy what followed (modded-nanogpt#169)
+            pair = torch.arange(k.size(3), device=k.device) % (k.size(3) // 2)  # 0 turns fastest
+            fast = config.rope_dims // 2 or k.size(3) // 4
+            k = torch.where(pair < fast, k, token_before(k))
+        q = rms_norm(q, self.q_gain.to(q.dtype)[:, None])
+        q, k = rotate(q, cos, sin), rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
-        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)  # (B, T, H, C)
-        if self.config.head_gate:  # of 32 inputs; 1 at first (arXiv:2505.06708)
-            gate = self.attn_scale_gate.to(x.dtype)
-            y = y * (2 * F.linear(x[..., :gate.size(1)], gate).sigmoid())[..., None]
-        if self.config.exclusive_attn:  # arXiv:2603.09078
-            own = rms_norm(v.transpose(1, 2))[:, :, :, None]
-            y = y.unflatten(2, (v.size(1), -1))  # (B, T, K, H / K, C)
+        y = causal_attention(q, k, v, config.attn).transpose(1, 2)  # (B, T, H, C)
+        if config.exclusive_attn:  # remove what is along a token's own value (arXiv:2603.09078)
+            own = rms_norm(v.transpose(1, 2))[:, :, :, None]  # (B, T, K, 1, C), mean square 1
+            y = y.unflatten(2, (v.size(1), -1))  # (B, T, K, H/K, C)
             y = y - (y * own).mean(-1, keepdim=True) * own
         return linear(y.flatten(2), self.proj, scale=scale)
 
@@ -328,32 +330,33 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
-        if number >= config.num_layers - config.lanes:  # weights of stream, attention, MLP
+        if number >= config.num_layers - config.lanes:  # of stream, attention, MLP (Adam's)
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane=None, masks=None):
         mix = self.resid_mix.to(x.dtype)
         mixed = mix[0] * x + mix[1] * x0
         attended = drop(self.attn(rms_norm(mixed), cos, sin, self.attn_scale), masks, 0)
+        source = mixed + attended if lane is None else lane
+        fed = drop(self.mlp(rms_norm(source), self.mlp_scale), masks, 1)
         if lane is None:
-            x = mixed + attended
-            return x + drop(self.mlp(rms_norm(x), self.mlp_scale), masks, 1), None
-        fed = drop(self.mlp(rms_norm(lane), self.mlp_scale), masks, 1)
-        (a, b, c), (d, e, f) = self.resid_mix_lanes.to(x.dtype)  # parameter-golf#1518
-        return a * x + b * attended + c * fed, d * lane + e * attended + f * fed
+            return source + fed, None
+        to_x, to_lane = self.resid_mix_lanes.to(x.dtype)  # parameter-golf#1518
+        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
+        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
 
 class GPT(nn.Module):
     """A GPT whose first half of blocks has skip connections to the second, last to first."""
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto": float32
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # float32 for "auto"
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # as published: first to use the seed
+        self.tok_emb = nn.Embedding(rows, width)  # the seed gives the published trainer's weights
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.loops = config.num_loops  # 0 until LOOP_AT (parameter-golf#1437)
         self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
+        self.loops = config.num_loops  # `train` sets it: 0 until LOOP_AT
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
         self.skip_weights = nn.Parameter(torch.ones(half, width), requires_grad=half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
@@ -363,18 +366,18 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
             elif name == "lm_head.weight" or ".proj." in name:
                 nn.init.zeros_(p)
-            elif config.tie_embeddings and name == "tok_emb.weight":
+            elif name == "tok_emb.weight" and config.tie_embeddings:
                 nn.init.normal_(p, std=config.tied_embed_init_std)
-        half_head = width // config.num_heads // 2
-        exponents = torch.arange(half_head) / (config.rope_dims // 2 or half_head)
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # the rest: no turn
-        if self.compute_dtype == torch.bfloat16:  # as published: equal seeds, its weights need it
+        pairs = width // config.num_heads // 2
+        exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # 0: no rotation
+        if self.compute_dtype == torch.bfloat16:  # rounded as published, so that equal seeds agree
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
-                self.tok_emb.bfloat16()  # as published; small updates and decay would vanish there
-        length = max(config.train_seq_len, config.eval_seq_len)
-        angles = torch.outer(torch.arange(length).float(), frequencies)[:, None]  # (T, 1, C/2)
+                self.tok_emb.bfloat16()  # as published; with decay, small changes would vanish
+        positions = torch.arange(max(config.train_seq_len, config.eval_seq_len)).float()
+        angles = torch.outer(positions, frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, masks: Tensor | None = None) -> Tensor:
@@ -383,40 +386,39 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        numbers = list(range(len(self.blocks)))
+        x, lane, skips = x0.clone(), None, []  # if x were x0, block 0 would be compiled apart
         start, end = self.config.loop_start, self.config.loop_end + 1
-        order = numbers[:end] + self.loops * numbers[start:end] + numbers[end:]
+        order = [*range(end), *self.loops * list(range(start, end)), *range(end, len(self.blocks))]
         half = len(order) // 2
-        x, lane, pushed = x0.clone(), None, []  # with x0 twice, block 0 would need its own graph
         for i, number in enumerate(order):
             if lane is None and i >= len(order) - self.config.lanes:
                 lane = x.clone()
-            if i >= half and pushed:
-                x = x + self.skip_weights[i - half].to(x.dtype) * pushed.pop()
+            if i >= half and skips:
+                x = x + self.skip_weights[i - half].to(x.dtype) * skips.pop()
             own = None if masks is None else masks[:, number]
             x, lane = self.blocks[number](x, x0, cos, sin, lane, own)
             if i < half:
-                pushed.append(x)
-        return x if lane is None else lane
+                skips.append(x)
+        return x if lane is None else lane  # both hold the sum of all outputs
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (B, T, V), float32, from `hidden`'s (B, T, D)."""
+        """Next-token logits (..., V), float32, from `hidden` (..., D), at any of its positions."""
         cap = self.config.logit_softcap
         logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of `hidden`'s (B, T, D), 0-d float32 in nats, but of targets -1."""
+        """Mean cross entropy, 0-d float32 in nats, of `hidden`'s x, where targets are not -1."""
         logits = self.logits(x)
-        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
         is_bounded = self.config.logit_softcap <= 64  # no exp overflows: skip their maximum
         log_sum = logits.exp().sum(-1).log() if is_bounded else logits.logsumexp(-1)
-        nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
+        ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
+        nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)  # a gather, fused
         counted = targets >= 0
         return (nats * counted).sum() / counted.sum()
 
     def forward(self, tokens: Tensor, targets: Tensor, masks: Tensor | None = None) -> Tensor:
-        """The `loss` of tokens and targets (B, T), int64, with `dropout_masks` in training."""
+        """The `loss` of tokens and targets (B, T), int64, with dropout's masks in training."""
         return self.loss(self.hidden(tokens, masks), targets)
 
 # ---- Optimizers ------------------------------------------------------------------------
@@ -427,7 +429,7 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(steps):  # of Newton and Schulz
+    for _ in range(steps):  # of Newton and Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
         x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
@@ -435,12 +437,13 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum, one tensor (N, rows, columns) for a shape; ranks share the work."""
+    """Orthogonalized momentum. The matrices of a shape are a bank: the state of the first of them
+    has the momentum of all (N, rows, columns), on every rank; ranks share the orthogonalizing."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
         self.compute = torch.bfloat16 if bfloat16_is_native(ranks.device) else torch.float32
-        self.banks = {}  # matrices by their shape; the state of the first has all momentum
+        self.banks = {}
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
         for shape, params in self.banks.items():
@@ -458,16 +461,17 @@ class Muon(torch.optim.Optimizer):
             share = math.ceil(len(params) / world_size)  # the last rank may have less
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # to `share` matrices
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5
             work = None
             if world_size > 1:  # while this rank goes on with the next shape
-                part, updates = updates.contiguous(), updates.new_empty(share * world_size, *shape)
+                gathered = updates.new_empty(share * world_size, *shape)
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
-                work = gather(updates, part, async_op=True)
+                work = gather(gathered, updates.contiguous(), async_op=True)
+                updates = gathered
             pending.append((params, updates, work))
         for params, updates, work in pending:
             if work:
@@ -483,87 +487,91 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
     if config.optimizer == "adamw":
         rates = dict.fromkeys(rates, config.adam_lr)
     groups = {kind: {"kind": kind, "params": [], "lr": lr, "base_lr": lr,
-                     "weight_decay": 0.0 if kind == "scalar" else config.weight_decay}
-              for kind, lr in rates.items()}
-    kinds = {"tok_emb.weight": "embed", "lm_head.weight": "head"}
+                     "weight_decay": config.weight_decay} for kind, lr in rates.items()}
+    groups["scalar"]["weight_decay"] = 0.0
     for name, p in model.named_parameters():
-        is_matrix = (p.ndim == 2 and name.startswith("blocks.")
-                     and not matches(name, config.control_tensor_name_patterns))
-        groups[kinds.get(name, "matrix" if is_matrix else "scalar")]["params"].append(p)
-    muon = [Muon([groups.pop("matrix")], config, ranks)] if config.optimizer == "muon" else []
+        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
+        is_control = matches(name, config.control_tensor_name_patterns)
+        if p.ndim == 2 and name.startswith("blocks.") and not is_control:
+            kind = "matrix"
+        groups[kind]["params"].append(p)
+    muon = []
+    if config.optimizer == "muon":
+        muon = [Muon([groups.pop("matrix")], config, ranks)]
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
     return [adam, *muon]
 
 # ---- Data ------------------------------------------------------------------------------
-# What a step reads follows from its number alone.
 @lru_cache(maxsize=2)  # the last step of an epoch may read rows of the next one
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 class TokenLoader:
-    """The training shards as one endless text: a step reads its next `pieces`, ranks in turn."""
+    """The shards as one endless text, cut into pieces: rows if shuffled, else spans of rows."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        self.shards = list(open_split(config, "train").items())  # ids: checked when read
+        self.shards = list(open_split(config, "train").items())
         self.ends = np.cumsum([len(tokens) for _, tokens in self.shards])
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
-        spans = config.grad_accum_steps * ranks.world_size  # as published; else single rows
+        spans = config.grad_accum_steps * ranks.world_size
         self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1  # as published
+        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
         self.batches(0)  # shards of another vocabulary are found before training
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
-        end = start + count
         parts = []
-        while start < end:
-            index = np.searchsorted(self.ends, start % self.tokens, side="right")
+        while count > 0:
+            place = start % self.tokens
+            index = np.searchsorted(self.ends, place, side="right")
             path, tokens = self.shards[index]
-            parts.append(tokens[start % self.tokens - self.ends[index]:][:end - start])
-            start += len(check_ids(parts[-1], self.config.vocab_size, path))
+            first = place - (self.ends[index] - len(tokens))  # in this shard
+            parts.append(check_ids(tokens[first:first + count], self.config.vocab_size, path))
+            start, count = start + len(parts[-1]), count - len(parts[-1])
         return np.concatenate(parts)
 
     def dropout_masks(self, step: int) -> np.ndarray:
         """Factors of channels in this rank's rows, float32 (B, layers, 2, D); arXiv:1512.05287."""
         config = self.config
-        rows = self.length // config.train_seq_len
-        shape = (self.pieces, rows, config.num_layers, 2, config.model_dim)  # attention, MLP
+        shape = (self.pieces, self.length // config.train_seq_len, config.num_layers, 2,
+                 config.model_dim)  # 2: attention, MLP
         draws = np.random.default_rng([config.seed, step]).random(shape, np.float32)  # of all ranks
         kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
         return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
 
     def batches(self, step: int) -> list[tuple[Tensor, ...]]:
         """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
-        first = 0 if self.config.overfit else step * self.pieces  # of all pieces in order
-        mine = range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size)
-        if self.shuffled:
-            mine = [epoch_order(self.config.seed, i // self.rows, self.rows)[i % self.rows]
-                    for i in mine]
-        texts = np.stack([self.read(i * self.stride, self.length + 1) for i in mine])
-        pairs = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, self.config.train_seq_len)
-        parts = [*self.ranks.put(pairs.astype(np.int64))]
-        if self.config.dropout:
+        config, texts = self.config, []
+        first = 0 if config.overfit else step * self.pieces
+        for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
+            if self.shuffled:
+                epoch, row = divmod(piece, self.rows)
+                piece = epoch_order(config.seed, epoch, self.rows)[row]
+            texts.append(self.read(piece * self.stride, self.length + 1))
+        pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1).astype(np.int64)
+        parts = list(self.ranks.put(pairs.reshape(2, -1, config.train_seq_len)))
+        if config.dropout:
             parts.append(self.ranks.put(self.dropout_masks(step)))
-        rows = self.config.micro_batch_tokens // self.config.train_seq_len
-        return list(zip(*(part.split(rows) for part in parts)))  # all of one size
+        rows = config.micro_batch_tokens // config.train_seq_len
+        return list(zip(*(part.split(rows) for part in parts)))  # of one size, by `resolve`
 
 # ---- Training --------------------------------------------------------------------------
-# A Trainer holds all that a step changes: its state undoes the warm-up and resumes a run, exactly.
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the rates (cosine: arXiv:1608.03983) and Muon's momentum, by step and clock."""
+    """Factor of the rates and Muon's momentum after `step` steps. A new schedule is a choice of
+    LR_SCHEDULE and a branch that sets `shape`, from 1 to 0 at the end (`done` is 1)."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-    warmup = config.lr_warmup_steps * (config.lr_schedule == "cosine")
+    warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
-    if config.lr_schedule == "cosine":
+    if config.lr_schedule == "cosine":  # arXiv:1608.03983
         shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_fraction:
         shape = max(0.0, 1 - done) / config.warmdown_fraction
-    elif cap_ms < math.inf:  # as published: only the cap ends it
+    elif cap_ms < math.inf:  # as published: the cap alone counts
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
@@ -574,7 +582,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
 
 class Trainer:
-    """Model, optimizers, average, clock. Raises ValueError if INIT_FROM does not fit."""
+    """All that a step changes, to be undone or resumed. Raises ValueError for a bad INIT_FROM."""
     def __init__(self, config: Config, ranks: Ranks, init_from: str = ""):
         self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
         torch.manual_seed(config.seed)
@@ -587,8 +595,8 @@ class Trainer:
         self.ddp = self.model  # ranks start with rank 0's weights and average gradients
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
-            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
-            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
+            self.ddp = DDP(self.model, broadcast_buffers=False, gradient_as_bucket_view=True,
+                           bucket_cap_mb=1 << 20)  # one bucket
         self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
 
     def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
@@ -615,7 +623,7 @@ class Trainer:
             self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
-        if self.average:  # float32 keeps small updates; short runs forget sooner
+        if self.average:  # in float32, which keeps small changes; at first, with shorter memory
             weights = [p.detach().float() for p in self.model.parameters()]
             share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))
             torch._foreach_lerp_(self.average, weights, share)
@@ -634,13 +642,13 @@ class Trainer:
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
         for mine, read in zip(self.average, state["average"], strict=True):
-            mine.copy_(read.view_as(mine))
+            mine.copy_(read.view_as(mine))  # and no broadcast
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
 def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: "RunLog") -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step, last_line, batches = clock.step, (clock.step, clock.time_ms), []
+    saved_step, last_logged, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
@@ -658,20 +666,21 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         loss, norm = trainer.train_step(batches or loader.batches(clock.step))
         step = clock.step = clock.step + 1
         mean_ms = clock.time_ms / max(step - 1, 1)
-        clock.time_ms += mean_ms
+        clock.time_ms += mean_ms  # an estimate, until the ranks agree
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
         is_logged = step <= 10 or is_due(step, config.train_log_every)
-        if (is_logged or step % 10 == 0 or step == config.iterations or ranks.device.type == "cpu"
-                or mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # near the cap
-                or is_due(step, config.val_loss_every) or is_due(step, config.checkpoint_every)):
-            may_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            if clock.agree(not (loss if may_overflow else loss + norm).isfinite()):
+        due = (10, config.val_loss_every, config.checkpoint_every, config.iterations)
+        is_rare = mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # or near the cap
+        if is_logged or is_rare or ranks.device.type == "cpu" or any(is_due(step, n) for n in due):
+            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+            checked = loss if skips else loss + norm  # a gradient's overflow only skips a step
+            if clock.agree(not checked.isfinite()):  # waits for the device
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
         if is_logged or clock.time_ms >= clock.cap_ms:
-            log_step(trainer, loader, log, loss, norm, last_line)
-            last_line = (step, clock.time_ms)
+            log_step(trainer, loader, log, loss, norm, last_logged)
+            last_logged = (step, clock.time_ms)
 
 # ======== The rest is machinery: start and settings, log, validation, files, a run ========
 def find_ranks() -> list[int]:
@@ -689,7 +698,7 @@ def count_cores() -> float:
     names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     paths = [Path("/sys/fs/cgroup", name) for name in names]
     words = " ".join(path.read_text() for path in paths if path.exists()).split()
-    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf
+    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf  # max, -1
     return min(torch.get_num_threads(), quota)
 
 def start_ranks(config: Config) -> Ranks:
@@ -713,7 +722,7 @@ def start_ranks(config: Config) -> Ranks:
             ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
             ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
     if size > 1:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # all use torchrun's one store
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
@@ -740,8 +749,8 @@ def choose_attention(config: Config, device: torch.device) -> str:
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)
-        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # a refusal
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)  # mem_efficient, too
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # it cannot run here
             causal_attention(q, k, k, kernel).sum().backward()
             return kernel
     raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {q.size(3)}; try auto")
@@ -767,7 +776,7 @@ def read_settings(path: str) -> dict[str, str]:
         about |= json.loads(state.get("about", "{}"))
     except Exception:  # hostile or damaged files fail in many ways; `load_weights` says it
         return {}
-    return {name: str(value) for name, value in about.items()}
+    return {name: str(value) for name, value in about.items() if value or name in KEPT}
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError."""
@@ -776,17 +785,18 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     for argument in arguments:
         lines, target, origin = [argument], given, "argument"
         if argument.startswith("@"):
-            text = Path(argument[1:]).read_text("utf-8-sig")
+            text = Path(argument[1:]).read_text("utf-8-sig")  # without comments, empty lines:
             lines, target, origin = re.findall("(?m)^[^#\n].*", text), from_files, argument
         for line in lines:
             name, is_pair, value = line.partition("=")
             require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
             target[name] = (value, origin)
     given = {n: (os.path.expanduser(t), o) for n, (t, o) in (from_files | given).items()}
-    folder = Path(given.get("DATA_PATH", (Config.data_path,))[0])
+    data_path, _ = given.get("DATA_PATH", (Config.data_path, ""))
     with suppress(Exception):  # `Validation` says what is wrong with it
-        about = json.loads((folder / "manifest.json").read_bytes())["tokenizer"]
-        path = str(folder / about["name"]) if (folder / about["name"]).is_file() else about["name"]
+        about = json.loads(Path(data_path, "manifest.json").read_bytes())["tokenizer"]
+        file = Path(data_path, about["name"])
+        path = str(file) if file.is_file() else about["name"]  # such as gpt2
         given = {"TOKENIZER_PATH": (path, "manifest"),
                  "VOCAB_SIZE": (str(about["vocab_size"]), "manifest")} | given
     path, origin = given.get("INIT_FROM", ("", ""))
@@ -795,9 +805,9 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         given["INIT_FROM"] = (path, origin)
     for name, text in read_settings(path).items():
         require(name in KEPT, f"{path} has a setting that this script does not know: {name}")
-        own, origin = given.setdefault(name, (text, path))
+        own, source = given.setdefault(name, (text, path))
         require(name in MAY_CHANGE or parse_value(name, own) == parse_value(name, text),
-                f"{name}={own} ({origin}), but the model in INIT_FROM={path} has {name}={text}")
+                f"{name}={own} ({source}), but the model in INIT_FROM={path} has {name}={text}")
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
@@ -807,18 +817,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
-def print_help() -> None:
-    """Print every variable with its default, its meaning and its choices."""
-    print(__doc__)
-    for name, f in FIELDS.items():
-        print(f"  {name + '=' + str(f.default):<35} {f.metadata['help']}  {f.metadata['choices']}")
-
 def matches(name: str, patterns: str) -> bool:
     """Whether one of the comma-separated patterns is part of the tensor's name."""
     return any(pattern and pattern in name for pattern in patterns.split(","))
 
 # ---- Log -------------------------------------------------------------------------------
-# Programs read these lines: they begin as the published trainer's. Events have exact values.
 def lock(file) -> None:
     """Hold an open file until this process ends. Raises ValueError if another one holds it."""
     with suppress(ImportError, OSError):  # Windows; Lustre without flock
@@ -831,8 +834,7 @@ def lock(file) -> None:
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
-        self.is_main = is_main
-        self.code = source.encode()
+        self.code, self.files = source.encode(), ()
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -843,6 +845,7 @@ class RunLog:
             path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}{path.suffix}"))
         self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
         lock(self.text)
+        self.files = (sys.stdout, self.text)
         print(paths[0], flush=True)
         smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
         self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
@@ -850,18 +853,18 @@ class RunLog:
 
     def line(self, text: str, *files) -> None:
         """Write a line to open files, else to the console and the .txt; warn if that fails."""
-        for file in (files or (sys.stdout, self.text)) if self.is_main else ():
+        for file in files or self.files:
             try:
                 print(text, file=file, flush=True)
             except OSError as error:
                 warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
     def event(self, event: str, text: str = "", **values) -> None:
-        """Write values to the .jsonl, null if not finite, and a line with them: it is a format."""
-        if self.is_main:
+        """Write values to the .jsonl, and the line that the format `text` makes of them."""
+        if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
-            plain = json.loads(json.dumps(values), parse_constant=lambda word: None)
-            self.line(json.dumps(plain), self.json)
+            finite = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
+            self.line(json.dumps(finite), self.json)
         if text:
             self.line(text.format(**values))
 
@@ -895,7 +898,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The kind; tokens' bytes, uint16 (V, 2), in column 1 after a boundary; boundaries, (V,)."""
+    """The kind; bytes of tokens, uint16 (V, 2), column 1 after boundaries; which are these (V,)."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -907,7 +910,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             model = sentencepiece.SentencePieceProcessor(model_file=path)
             ids = range(model.vocab_size())
             boundary = [model.is_control(i) for i in ids]
-            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)  # CASE in a text: no
                       or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
@@ -933,22 +936,22 @@ class Validation:
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
         try:
-            splits = (json.loads(source.read_bytes()) if source.exists() else {}).get("splits", {})
+            splits = json.loads(source.read_bytes())["splits"] if source.exists() else {}
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = [entry for split in splits.values() for entry in split.get("shards", [])]
             self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
         except Exception as error:  # hostile or damaged files fail in many ways
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
-        names = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
-        listed = {name for name in self.data_sha256 if name in names or config.iterations}
-        odd = ", ".join(sorted(names ^ listed)) if entries else ""
+        there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
+        listed = {name for name in self.data_sha256 if config.iterations or name in there}
+        odd = sorted(there ^ listed) if entries else []  # a model is scored without training's
         require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
         self.tokenizer_kind, table, boundary = load_byte_table(config)
-        target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]
+        target_bytes = table[tokens[1:], boundary[tokens[:-1]].astype(np.uint8)]  # column 0 or 1
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
-        wanted = [there if said is None else said for said, there in zip(counts, found)]
+        wanted = [own if said is None else said for said, own in zip(counts, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
                 f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
         rows = (len(tokens) - 1) // config.train_seq_len
@@ -967,10 +970,10 @@ class Validation:
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        alike = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
-        small = alike and config.compile != "0" and windows * stride < 1 << 20  # training's graph
+        has_graph = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
+        saves = has_graph and config.compile != "0" and windows * stride < 1 << 20  # a compilation
         stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
-        starts = np.concatenate(([0], stops[:-1]))  # of what is new in a window
+        starts = np.concatenate(([0], stops[:-1]))  # what is new in a window; beyond the last: none
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         shape = (batch, config.num_layers, 2, config.model_dim)
@@ -981,7 +984,7 @@ class Validation:
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
             pair = np.stack((self.tokens[places], targets))  # int64
-            with torch.set_grad_enabled(small or config.device == "mps"):  # pytorch#195910
+            with torch.set_grad_enabled(saves or config.device == "mps"):  # pytorch#195910
                 loss = model(*ranks.put(pair), *masks).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
@@ -989,7 +992,6 @@ class Validation:
                 "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Export ----------------------------------------------------------------------------
-# Files may be hostile: reading them runs no code and takes at most 32 times their size.
 def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scales, as published: float16 (rows,) for a matrix, else float32."""
     is_matrix = tensor.ndim == 2
@@ -1013,14 +1015,14 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     if failure:  # an input was not finite
         print(f"warning: a {tuple(rows.shape)} matrix is rounded without GPTQ", file=sys.stderr)
         return round_rows(weight, bits, clip)
-    inverse = torch.cholesky_inverse(factor)
-    inverse = torch.linalg.cholesky(inverse, upper=True).float().contiguous()
+    triangle = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+    triangle = triangle.float().contiguous()
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
-    for i, factors in enumerate(inverse):
+    for i, factors in enumerate(triangle):
         rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
-        rows[:, i:] -= torch.outer(error, factors[i:])  # made good there (arXiv:2210.17323)
+        rows[:, i:] -= torch.outer(error, factors[i:])  # there it is made up for (arXiv:2210.17323)
     return rounded[:, order.argsort()].to(torch.int8), scales
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
@@ -1028,7 +1030,7 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
     clip = config.export_clip
     published = config.export_bits == config.embed_bits == 8 and not clip and not grams
     about = {name: getattr(config, name.lower()) for name in KEPT}
-    wide = config.int8_keep_float_fp32_name_patterns or config.control_tensor_name_patterns
+    in_float32 = config.int8_keep_float_fp32_name_patterns or config.control_tensor_name_patterns
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {},
@@ -1045,7 +1047,7 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
                 artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
-        elif not t.is_floating_point() or matches(name, wide):
+        elif not t.is_floating_point() or matches(name, in_float32):
             artifact["passthrough"][name] = t
         else:
             artifact["passthrough"][name] = t.half()
@@ -1068,24 +1070,13 @@ def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes,
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
                   "artifact_sha256": sha256(data).hexdigest()}
 
-def dequantize(artifact: dict, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors of an int8 artifact. Raises ValueError for a bad shape or scale."""
-    state = dict(artifact["passthrough"])
-    for name, quantized in artifact["quantized"].items():
-        scale = artifact["scales"][name]
-        require(quantized.dtype == torch.int8 and quantized.shape == wanted[name].shape
-                and scale.shape == quantized.shape[:-1], f"{name} has another shape or type")
-        require(((0 < scale) & (scale < math.inf)).all(), f"a scale of {name} is not positive")
-        state[name] = quantized.float() * (scale[:, None] if scale.ndim else scale)
-    return state
-
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote in a file, which zlib may have packed. Runs no code."""
+    """What torch.save wrote in a file, which zlib may have packed. Runs no code of hostile ones."""
     data = Path(path).read_bytes()
     if not data.startswith(b"PK"):  # torch.save writes zip archives
-        data = zlib.decompressobj().decompress(data, 32 * len(data))  # models are below 10
+        data = zlib.decompressobj().decompress(data, 32 * len(data))  # no model packs as well
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        require(sum(entry.file_size for entry in archive.infolist()) <= len(data), "packed entries")
+        require(sum(e.file_size for e in archive.infolist()) <= len(data), "it is packed twice")
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -1095,7 +1086,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         state = read_saved(path)
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
-            state = dequantize(state, model.state_dict())
+            for name, values in state["quantized"].items():
+                scale = state["scales"][name]  # of each row, or a single one
+                state["passthrough"][name] = (values.float().T * scale).T
+            state = state["passthrough"]
         model.load_state_dict(dict(state))  # a plain dict, without metadata
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
@@ -1115,20 +1109,20 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
-    model.apply(lambda module: setattr(module, "gram", 0.0))  # `linear` adds to it
+    model.apply(lambda module: setattr(module, "inputs_gram", 0.0))  # `linear` adds to it
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
         for x, y, *_ in sum(steps, []):  # without dropout
             model(x, y)
-    grams = {f"{name}.weight": ranks.sum(layer.gram).cpu() for name, layer
-             in model.named_modules() if isinstance(layer.gram, Tensor)}
-    model.apply(lambda module: setattr(module, "gram", None))
+    grams = {f"{name}.weight": ranks.sum(layer.inputs_gram).cpu() for name, layer
+             in model.named_modules() if isinstance(layer.inputs_gram, Tensor)}
+    model.apply(lambda module: setattr(module, "inputs_gram", None))
     return grams
 
 # ---- Checkpoints -----------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
     """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}\.pt"
-    files = Path(config.out_dir or "logs").glob(f"{'*/' * (not config.out_dir)}checkpoints/*.pt")
+    files = Path(config.out_dir or "logs").glob("*/" * (not config.out_dir) + "checkpoints/*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
     return sorted(found, key=lambda p: (config.run_id or p.stat().st_mtime_ns, p.name))[::-1]
 
@@ -1180,7 +1174,7 @@ def save_checkpoint(trainer: Trainer, loader: TokenLoader, log: RunLog) -> None:
 
 # ---- A run -----------------------------------------------------------------------------
 class Clock:
-    """Steps, signals to stop, and training time: measured as ranks agree, in between estimated."""
+    """Steps, signals to stop, and training time, which `agree` measures; `train` adds estimates."""
     def __init__(self, config: Config, ranks: Ranks):
         self.ranks, self.iterations = ranks, config.iterations
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
@@ -1213,8 +1207,8 @@ class Clock:
         """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
         now = time.monotonic()
         first, received = self.signals[0] if self.signals else (number, now)
-        if signal.SIGINT in (first, number) and now > received + 1:
-            os._exit(128 + number)  # sys.exit would wait for ranks; torchrun sends SIGTERM, too
+        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun makes it SIGTERM
+            os._exit(128 + number)  # sys.exit would wait for ranks
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
@@ -1228,10 +1222,9 @@ def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
     """Take WARMUP_STEPS steps, undo them, start the clock."""
     config = trainer.config
     before = saved(trainer.state_dict())
-    for i in range(1, config.warmup_steps + 1 if config.iterations else 0):
+    for i in range(1, 1 + (config.warmup_steps if config.iterations else 0)):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{config.warmup_steps}")
-    gc.collect()
     trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
 
 def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
@@ -1251,23 +1244,23 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses, norm, s
     config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
     loss = trainer.ranks.sum(losses).item() / trainer.ranks.world_size
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
-    eta_s = max(0.0, min(trainer.clock.cap_ms, config.iterations * time_ms / step) - time_ms) / 1000
     log.event("train", "step:{step}/{iterations} train_loss:{train_loss:.4f} train_time:"
               "{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} grad_norm:"
-              f"{{grad_norm:.3f}} tok_per_sec:{{tok_per_sec:.0f}} eta:{eta_s / 60:.1f}m "
-              "epoch:{epoch:.3f}", step=step, iterations=config.iterations, train_loss=loss,
-              train_time_ms=time_ms, step_avg_ms=time_ms / step, grad_norm=norm.item(),
-              lr=trainer.optimizers[-1].param_groups[0]["lr"], tok_per_sec=rate, eta_s=eta_s,
+              "{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}",
+              step=step, iterations=config.iterations, train_loss=loss, train_time_ms=time_ms,
+              step_avg_ms=time_ms / step, grad_norm=norm.item(), tok_per_sec=rate,
+              lr=trainer.optimizers[-1].param_groups[0]["lr"],
               epoch=step * loader.pieces * loader.stride / loader.tokens,
               mem_mib=torch.cuda.max_memory_allocated() >> 20)
 
 def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: RunLog) -> None:
     """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    for p in trainer.model.parameters() if trainer.average else ():
-        p.data.copy_(trainer.average.pop(0))
+    for p, average in zip(trainer.model.parameters(), trainer.average):
+        p.data.copy_(average)
+    trainer.average = []  # the model has it
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # the last checkpoint is not training
+    clock.set(clock.step, clock.time_ms)  # from now on: the last checkpoint took time, too
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
@@ -1284,8 +1277,8 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
     log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20 or 'unknown'} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        if ranks.device.type == "cuda" and ranks.world_size > 1:  # torchrun gives one thread,
-            torch.set_num_threads(os.cpu_count())  # NCCL ten minutes to ranks that wait
+        if ranks.device.type == "cuda" and ranks.world_size > 1:
+            torch.set_num_threads(os.cpu_count())  # with torchrun's one, NCCL's wait may time out
         data, about = pack(state, config, grams)
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
@@ -1313,7 +1306,7 @@ def log_final_scores(trainer: Trainer, validation: Validation, log: RunLog) -> N
         score = validation.score(trainer.model, config.eval_seq_len, config.eval_stride)
         log.event("windows", f"windows {scored} {took}{label}", step=step, **score)
     score = validation.score(trainer.model)
-    name, short = "final_int8_zlib_roundtrip", scored.replace("8", "4")
+    name, short = "final_int8_zlib_roundtrip", scored.replace(".8f", ".4f")
     log.event("final", f"{name} {short} {took}{label}\n{name}_exact {scored}{label}",
               step=step, **score)
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
@@ -1322,12 +1315,13 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
     device = ranks.device.type
     other = "float16" if device == "cuda" else "float32"  # T4: fast in float16 only
-    kind = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0"}.get(device, "0")
-    chosen = {"dtype": "bfloat16" if bfloat16_is_native(ranks.device) else other,
-              "compile": kind if config.iterations else "0"}
-    config = replace(config, **{k: v for k, v in chosen.items() if getattr(config, k) == "auto"})
+    if config.dtype == "auto":
+        config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else other)
+    if config.compile == "auto":
+        mode = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0"}.get(device, "0")
+        config = replace(config, compile=mode if config.iterations else "0")
     length = config.train_seq_len  # a step reads 8 spans: 1, 2, 4 and 8 ranks compute the same
-    spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))
+    spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))  # 1, 2, 4, 8
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     least = spans_per_rank * ranks.world_size * length
     require(2 * config.train_batch_tokens >= least, "TRAIN_BATCH_TOKENS="
@@ -1337,7 +1331,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
-    limits = {"cpu": (1 << 21) // width, "mps": length}  # a CPU's cache; all scores of a row
+    limits = {"cpu": (1 << 21) // width, "mps": length}  # for a CPU's cache; a row has many scores
     if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
@@ -1362,8 +1356,8 @@ def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validatio
              overrides: dict) -> None:
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
-    settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
+    settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
               val_tokens=validation.count, val_bytes=validation.bytes, torch=torch.__version__,
               world_size=ranks.world_size, threads=torch.get_num_threads(),
@@ -1386,7 +1380,8 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
 
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
-    """Compile training's graphs; if that fails, go on without or raise ValueError. Collective."""
+    """Compile training's graphs. If that fails, raise ValueError, unless it `is_optional` or a
+    signal stopped the compiler: go on without. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
     torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
@@ -1398,11 +1393,12 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
             model.loops = loops
             model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]
+        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]  # g++'s, or this
     model.zero_grad()
     if any(trainer.ranks.max(bool(failure))):
         failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
-        require(is_optional, f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
+        require(is_optional or trainer.clock.signals,
+                f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
         print(f"warning: {failure}; going on uncompiled; COMPILE=0 plans for that", file=sys.stderr)
         torch.compiler.set_stance("force_eager")
 
@@ -1430,9 +1426,10 @@ def run(config: Config, overrides: dict, source: str) -> int:
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # or only scores
-    model = Path("logs", config.run_id, MODEL_FILE)  # in OUT_DIR, a model may be replaced
-    require(checkpoint or not exports or model.parent != Path(config.out_dir) or not model.exists(),
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # which has it all
+    model = Path("logs", config.run_id, MODEL_FILE)
+    may_replace = checkpoint or not exports or model.parent != Path(config.out_dir)
+    require(may_replace or not model.exists(),
             f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
@@ -1443,7 +1440,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
     codes = {name: zlib.crc32(repr(value).encode()) for name, value in facts.items()}
-    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]
+    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]  # and min
     require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
@@ -1461,7 +1458,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
-            compile_model(trainer, loader, is_optional="auto" in overrides.get("COMPILE", "auto"))
+            compile_model(trainer, loader, overrides.get("COMPILE", ("auto",))[0].lower() == "auto")
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
@@ -1477,7 +1474,9 @@ def run(config: Config, overrides: dict, source: str) -> int:
 def main() -> int:
     """Run the script with this process's arguments and environment; return the exit status."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print_help()
+        print(__doc__)
+        for name, f in FIELDS.items():
+            print(f"  {f'{name}={f.default}':<35} {f.metadata['help']}  {f.metadata['choices']}")
         return 0
     status = 1
     try:
