@@ -179,8 +179,8 @@ class Config:
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
         require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
-        most = self.num_layers - self.loop_start  # so that a lane begins in the last pass
-        require(self.lanes <= most, f"LANES={self.lanes} must be at most {most} here")
+        require(self.lanes <= self.num_layers - self.loop_start,  # they begin in the last pass
+                f"LANES={self.lanes} must be at most NUM_LAYERS - LOOP_START")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
@@ -936,7 +936,7 @@ class Validation:
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
         try:
-            splits = json.loads(source.read_bytes())["splits"] if source.exists() else {}
+            splits = json.loads(source.read_bytes() if source.exists() else "{}").get("splits", {})
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = [entry for split in splits.values() for entry in split.get("shards", [])]
             self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
@@ -1015,11 +1015,10 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     if failure:  # an input was not finite
         print(f"warning: a {tuple(rows.shape)} matrix is rounded without GPTQ", file=sys.stderr)
         return round_rows(weight, bits, clip)
-    triangle = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
-    triangle = triangle.float().contiguous()
+    triangle = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
-    for i, factors in enumerate(triangle):
+    for i, factors in enumerate(triangle.contiguous()):
         rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
         rows[:, i:] -= torch.outer(error, factors[i:])  # there it is made up for (arXiv:2210.17323)
@@ -1087,7 +1086,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
-                scale = state["scales"][name]  # of each row, or a single one
+                scale = state["scales"][name]  # of each row, or of a vector
+                fits = values.shape == model.get_parameter(name).shape
+                require(fits and scale.shape == values.shape[:-1], f"{name} has another shape")
                 state["passthrough"][name] = (values.float().T * scale).T
             state = state["passthrough"]
         model.load_state_dict(dict(state))  # a plain dict, without metadata

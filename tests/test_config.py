@@ -63,7 +63,7 @@ def test_values(monkeypatch, argument, value):
     ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
     ("LOOP_START=1", "LOOP_END=0 must be from LOOP_START to NUM_LAYERS - 1"),
-    ("LOOP_END=9", "LOOP_END=9 must be from"), ("LANES=10", "LANES=10 must be at most NUM_LAYERS - LOOP_START = 9"),
+    ("LOOP_END=9", "LOOP_END=9 must be from"), ("LANES=10", "LANES=10 must be at most NUM_LAYERS - LOOP_START"),
     ("LOOP_AT=1", "LOOP_AT=1.0 must be from 0 to 0.99"),  # it would first loop in the export
     ("ADAM_EPS=0", "ADAM_EPS=0.0 must be from 1e-30 to"),  # 0 / 0 in rows without a gradient
     ("EVAL_SEQ_LEN=9999999", "EVAL_SEQ_LEN=9999999 must be from 0 to 1e"), ("EMA_DECAY=2", "EMA_DECAY=2.0 must be from 0 to 1"),

@@ -10,7 +10,7 @@ import train_gpt
 from conftest import make_shards, tiny_config
 
 CPU = torch.device("cpu")
-REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, head_gate=True, lanes=2,
+REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, lanes=2,
                  num_loops=2, loop_end=1)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
@@ -149,9 +149,6 @@ def reference_logits(model, tokens):
             y = scores.softmax(-1) @ v
             if config.exclusive_attn:
                 y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
-            if config.head_gate:
-                gate = w["attn.attn_scale_gate"][head]
-                y = y * 2 * torch.sigmoid(h[..., :len(gate)] @ gate)[..., None]
             heads.append(y)
         attended = w["attn_scale"] * (torch.cat(heads, -1) @ w["attn.proj.weight"].T)
         x = x + attended

@@ -26,7 +26,7 @@ PATTERNS = [  # in this order, others between them
     r"world_size:1 grad_accum_steps:8.*",
     r"sdp_backends:cudnn=False flash=True mem_efficient=False math=False.*",
     rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} {TIMES}",
-    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} {TIMES} lr:\S+ grad_norm:{NUMBER} tok_per_sec:\d+ eta:\d+\.\dm epoch:0\.\d{{3}}"
+    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} {TIMES} lr:\S+ grad_norm:{NUMBER} tok_per_sec:\d+ epoch:0\.\d{{3}}"
       for n in (1, 2, 3, 4)],
     r"step:4/4 val_loss:.*",
     r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
@@ -163,7 +163,7 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp
     _, data, _ = finished
     common = dict(OUT_DIR="", CHECKPOINT_EVERY=2, VAL_LOSS_EVERY=0)
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="first", MAX_WALLCLOCK_SECONDS=600))
-    assert re.search(r"step:4/4 train_loss.* eta:0.0m ", capsys.readouterr().out)
+    assert "step:4/4 train_loss" in capsys.readouterr().out
     first = {path: path.read_bytes() for path in Path("logs").rglob("*.*")}
     for changes in (dict(SEED=2), dict(ITERATIONS=0)):  # the latter would write an untrained model
         with pytest.raises(SystemExit, match="logs/first/final_model.int8.ptz exists; set another RUN_ID"):
@@ -197,8 +197,8 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(tmp_path, monkeypat
     for name in ("tiny_train_000000 copy.bin", "tiny_val_000001.bin"):
         write_shard(data / name, [1, 2] * 100)
     (data / "tiny_train_000001.bin").unlink()
-    for iterations, lost in ((1, "tiny_train_000001.bin, "), (0, "")):  # scoring needs no training text
-        with pytest.raises(SystemExit, match=f"differ in tiny_train_000000 copy.bin, {lost}tiny_val_000001.bin; copy all"):
+    for iterations, lost in ((1, "'tiny_train_000001.bin', "), (0, "")):  # scoring needs no training text
+        with pytest.raises(SystemExit, match=rf"differ in \['tiny_train_000000 copy.bin', {lost}'tiny_val_000001.bin'\]; copy all"):
             run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=iterations))
 
 
