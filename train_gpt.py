@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # ---- Configuration ---------------------------------------------------------------------
 # A setting is a field of Config: my_gain: float = kept(1.0, "gain of my layer", high=9), then
 # config.my_gain in the model, and MY_GAIN=2 sets it. `kept`: stored with the model, which needs it.
-# `free`: may change when a run is resumed. `var`: neither.
+# `free`: may change when a run is resumed, as no other. `var`: neither.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
@@ -49,9 +49,9 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
-CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps' operators for capitals, which have no bytes
+CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps tokenizers' marks of capitals: no bytes
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # clusters set them
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of clusters, not misspelt
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -90,13 +90,13 @@ class Config:
     iterations: int = free(20000, "train for at most N steps")
     max_wallclock_seconds: float = free(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = free(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = var(3000, "lower the rates in the last N steps; 0: never", low=-1e9)
+    warmdown_iters: int = var(3000, "lower the rates in the last N steps; <= 0: never", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans of text a rank reads a step; 0: 8 over ranks")
+    grad_accum_steps: int = free(0, "spans of text, not passes, of a rank a step; 0: 8 / ranks")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "at most, tokens in GRAD_ACCUM_STEPS passes of all ranks")
+    val_batch_size: int = free(524288, "most tokens in GRAD_ACCUM_STEPS passes, over all ranks")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
     eval_seq_len: int = free(0, "window of a second score; 0: TRAIN_SEQ_LEN", high=1e6)
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
@@ -136,13 +136,13 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_row_norm: bool = var(False, "give the rows of an update one norm, then orthogonalize")
+    muon_row_norm: bool = var(False, "scale the rows of an update to norm 1, then orthogonalize")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon", low=1e-30)
-    fused: bool = free(True, "run Adam in one kernel (never on MPS)")
+    fused: bool = free(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
     weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
     dropout: float = var(0.0, "share of the blocks' outputs to drop: for small texts", high=0.9)
     lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
@@ -179,7 +179,7 @@ class Config:
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
         require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
-        require(self.lanes <= self.num_layers - self.loop_start,  # they begin in the last pass
+        require(self.lanes <= self.num_layers - self.loop_start,  # after the loops
                 f"LANES={self.lanes} must be at most NUM_LAYERS - LOOP_START")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
@@ -226,7 +226,7 @@ class Ranks:
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # so the gain's gradient is a sum over few numbers
+    return (x * (factors * gain)).to(x.dtype)  # this order makes the gain's gradient cheap
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) by halves; cos, sin (T, 1, C/2)."""
@@ -235,7 +235,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def token_before(x: Tensor) -> Tensor:
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension to T
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # one token in front
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by quarters of the queries: q (B, K, H/K, T, C); k, v (B, K, T, C)."""
@@ -245,7 +245,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_i = torch.cat(keys[:i + 1], 2)  # none after the tile; a slice of k would be slower
         v_i = torch.cat(values[:i + 1], 2)
         scores = q_i.flatten(2, 3) @ k_i.mT  # one product for all heads that share a key
-        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
+        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5  # (B, K, H/K, t, keys)
         mask = torch.full(scores.shape[3:], -math.inf, dtype=q.dtype).triu(i * size + 1)
         weights = (scores + mask).softmax(-1)
         tiles.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
@@ -293,8 +293,8 @@ class Attention(nn.Module):
         qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
         q, k, v = qkv.split(self.heads, dim=2)
         if config.shift_keys:  # so that one layer can copy what followed (modded-nanogpt#169)
-            pair = torch.arange(k.size(3), device=k.device) % (k.size(3) // 2)  # 0 turns fastest
-            fast = config.rope_dims // 2 or k.size(3) // 4
+            pair = torch.arange(k.size(3), device=k.device) % (k.size(3) // 2)  # of a channel
+            fast = config.rope_dims // 2 or k.size(3) // 4  # pairs that rotate, or half of them
             k = torch.where(pair < fast, k, token_before(k))
         q = rms_norm(q, self.q_gain.to(q.dtype)[:, None])
         q, k = rotate(q, cos, sin), rotate(rms_norm(k), cos, sin)
@@ -330,14 +330,14 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
-        if number >= config.num_layers - config.lanes:  # of stream, attention, MLP (Adam's)
+        if number >= config.num_layers - config.lanes:  # to x, to lane: of stream, attention, MLP
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane=None, masks=None):
         mix = self.resid_mix.to(x.dtype)
         mixed = mix[0] * x + mix[1] * x0
         attended = drop(self.attn(rms_norm(mixed), cos, sin, self.attn_scale), masks, 0)
-        source = mixed + attended if lane is None else lane
+        source = lane if lane is not None else mixed + attended  # the MLP's input
         fed = drop(self.mlp(rms_norm(source), self.mlp_scale), masks, 1)
         if lane is None:
             return source + fed, None
@@ -353,7 +353,7 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # float32 for "auto"
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # the seed gives the published trainer's weights
+        self.tok_emb = nn.Embedding(rows, width)  # made in the published order, so that seeds agree
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
         self.loops = config.num_loops  # `train` sets it: 0 until LOOP_AT
@@ -370,12 +370,12 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=config.tied_embed_init_std)
         pairs = width // config.num_heads // 2
         exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # 0: no rotation
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)  # past ROPE_DIMS: 0
         if self.compute_dtype == torch.bfloat16:  # rounded as published, so that equal seeds agree
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
-                self.tok_emb.bfloat16()  # as published; with decay, small changes would vanish
+                self.tok_emb.bfloat16()  # as published; too coarse for decay's small changes
         positions = torch.arange(max(config.train_seq_len, config.eval_seq_len)).float()
         angles = torch.outer(positions, frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
@@ -386,9 +386,9 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        x, lane, skips = x0.clone(), None, []  # if x were x0, block 0 would be compiled apart
+        x, lane, skips = x0.clone(), None, []  # a clone, or block 0 has its own graph
         start, end = self.config.loop_start, self.config.loop_end + 1
-        order = [*range(end), *self.loops * list(range(start, end)), *range(end, len(self.blocks))]
+        order = [*range(end)] + self.loops * [*range(start, end)] + [*range(end, len(self.blocks))]
         half = len(order) // 2
         for i, number in enumerate(order):
             if lane is None and i >= len(order) - self.config.lanes:
@@ -399,7 +399,7 @@ class GPT(nn.Module):
             x, lane = self.blocks[number](x, x0, cos, sin, lane, own)
             if i < half:
                 skips.append(x)
-        return x if lane is None else lane  # both hold the sum of all outputs
+        return x if lane is None else lane  # both sum up every block's outputs
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits (..., V), float32, from `hidden` (..., D), at any of its positions."""
@@ -410,7 +410,7 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, 0-d float32 in nats, of `hidden`'s x, where targets are not -1."""
         logits = self.logits(x)
-        is_bounded = self.config.logit_softcap <= 64  # no exp overflows: skip their maximum
+        is_bounded = self.config.logit_softcap <= 64  # exp cannot overflow: subtract no maximum
         log_sum = logits.exp().sum(-1).log() if is_bounded else logits.logsumexp(-1)
         ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
         nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)  # a gather, fused
@@ -431,14 +431,14 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(steps):  # of Newton and Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
         x = x.to(compute)
-        gram = (x @ x.mT).bfloat16().to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)  # float32 computes the same where bfloat16 is slow
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
         x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum. The matrices of a shape are a bank: the state of the first of them
-    has the momentum of all (N, rows, columns), on every rank; ranks share the orthogonalizing."""
+    """Orthogonalized momentum. Matrices of one shape form a bank; its momentum (N, rows, columns)
+    is in the state of its first one, whole on every rank. Ranks share the orthogonalizing."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
@@ -469,7 +469,7 @@ class Muon(torch.optim.Optimizer):
             work = None
             if world_size > 1:  # while this rank goes on with the next shape
                 gathered = updates.new_empty(share * world_size, *shape)
-                gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer
+                gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # new, old
                 work = gather(gathered, updates.contiguous(), async_op=True)
                 updates = gathered
             pending.append((params, updates, work))
@@ -509,7 +509,7 @@ def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 class TokenLoader:
-    """The shards as one endless text, cut into pieces: rows if shuffled, else spans of rows."""
+    """The shards as one endless text in pieces: a row each if shuffled, else a span of rows."""
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -517,10 +517,10 @@ class TokenLoader:
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
-        spans = config.grad_accum_steps * ranks.world_size
-        self.pieces = config.train_batch_tokens // config.train_seq_len if self.shuffled else spans
+        rows = config.train_batch_tokens // config.train_seq_len  # of a step, over all ranks
+        self.pieces = rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1  # from piece to piece
+        self.stride = self.length if self.shuffled else self.length + 1  # spans share no token
         self.batches(0)  # shards of another vocabulary are found before training
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -553,12 +553,12 @@ class TokenLoader:
                 epoch, row = divmod(piece, self.rows)
                 piece = epoch_order(config.seed, epoch, self.rows)[row]
             texts.append(self.read(piece * self.stride, self.length + 1))
-        pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1).astype(np.int64)
-        parts = list(self.ranks.put(pairs.reshape(2, -1, config.train_seq_len)))
+        pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1)  # (2, pieces, length)
+        parts = [*self.ranks.put(pairs.astype(np.int64).reshape(2, -1, config.train_seq_len))]
         if config.dropout:
             parts.append(self.ranks.put(self.dropout_masks(step)))
         rows = config.micro_batch_tokens // config.train_seq_len
-        return list(zip(*(part.split(rows) for part in parts)))  # of one size, by `resolve`
+        return list(zip(*(part.split(rows) for part in parts)))  # of one size: see `resolve`
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
@@ -579,7 +579,7 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
     risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
-    return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum
+    return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum  # warm-up, if lower
 
 class Trainer:
     """All that a step changes, to be undone or resumed. Raises ValueError for a bad INIT_FROM."""
@@ -592,7 +592,7 @@ class Trainer:
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.ddp = self.model  # ranks start with rank 0's weights and average gradients
+        self.ddp = self.model  # DDP: rank 0's weights at first, then mean gradients
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
             self.ddp = DDP(self.model, broadcast_buffers=False, gradient_as_bucket_view=True,
@@ -623,9 +623,9 @@ class Trainer:
             self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
-        if self.average:  # in float32, which keeps small changes; at first, with shorter memory
+        if self.average:  # in float32, which keeps small changes
             weights = [p.detach().float() for p in self.model.parameters()]
-            share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))
+            share = max(1 - config.ema_decay, 9 / (10 + self.clock.step))  # more in the first steps
             torch._foreach_lerp_(self.average, weights, share)
         return losses, norm
 
@@ -637,12 +637,12 @@ class Trainer:
 
     def load_state_dict(self, state: dict) -> None:
         """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
-        self.model.load_state_dict(dict(state["model"]))  # a plain dict, without metadata
+        self.model.load_state_dict(dict(state["model"]))  # dict() drops hostile metadata
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
         for mine, read in zip(self.average, state["average"], strict=True):
-            mine.copy_(read.view_as(mine))  # and no broadcast
+            mine.copy_(read.view_as(mine))  # view_as raises where copy_ would broadcast
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
 def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: "RunLog") -> None:
@@ -669,12 +669,13 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         clock.time_ms += mean_ms  # an estimate, until the ranks agree
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
         is_logged = step <= 10 or is_due(step, config.train_log_every)
-        due = (10, config.val_loss_every, config.checkpoint_every, config.iterations)
-        is_rare = mean_ms > 1000 or clock.time_ms > clock.cap_ms - 20 * mean_ms  # or near the cap
-        if is_logged or is_rare or ranks.device.type == "cpu" or any(is_due(step, n) for n in due):
-            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+        often = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # waiting costs GPUs time
+        periods = (often, config.val_loss_every, config.checkpoint_every, config.iterations)
+        is_near_cap = clock.time_ms > clock.cap_ms - 20 * mean_ms
+        if is_logged or is_near_cap or any(is_due(step, every) for every in periods):
+            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # not stuck
             checked = loss if skips else loss + norm  # a gradient's overflow only skips a step
-            if clock.agree(not checked.isfinite()):  # waits for the device
+            if clock.agree(not checked.isfinite()):  # waits for the device; sets time, stop_signal
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
@@ -697,8 +698,8 @@ def count_cores() -> float:
     """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
     names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     paths = [Path("/sys/fs/cgroup", name) for name in names]
-    words = " ".join(path.read_text() for path in paths if path.exists()).split()
-    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf  # max, -1
+    words = " ".join(path.read_text() for path in paths if path.exists()).split()  # quota, period
+    quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf  # else none
     return min(torch.get_num_threads(), quota)
 
 def start_ranks(config: Config) -> Ranks:
@@ -722,8 +723,8 @@ def start_ranks(config: Config) -> Ranks:
             ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
             ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
     if size > 1:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # all use torchrun's one store
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://", rank, size))[0])
+        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's, one for all attempts
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
     return Ranks(rank, size, device)
@@ -749,7 +750,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name in SDPA:
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(kernel in name)  # mem_efficient, too
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name.endswith(kernel))
         with suppress(Exception), warnings.catch_warnings(action="ignore"):  # it cannot run here
             causal_attention(q, k, k, kernel).sum().backward()
             return kernel
@@ -768,7 +769,7 @@ def parse_value(name: str, text: str):
         raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
 
 def read_settings(path: str) -> dict[str, str]:
-    """The settings of the model in an artifact or a checkpoint; {} for other files."""
+    """The model's settings in an artifact or checkpoint, unknown ones if on; {} for other files."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -785,8 +786,8 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     for argument in arguments:
         lines, target, origin = [argument], given, "argument"
         if argument.startswith("@"):
-            text = Path(argument[1:]).read_text("utf-8-sig")  # without comments, empty lines:
-            lines, target, origin = re.findall("(?m)^[^#\n].*", text), from_files, argument
+            lines = Path(argument[1:]).read_text("utf-8-sig").splitlines()
+            lines, target, origin = [s for s in lines if s and s[0] != "#"], from_files, argument
         for line in lines:
             name, is_pair, value = line.partition("=")
             require(is_pair, f"{line!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
@@ -805,7 +806,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         given["INIT_FROM"] = (path, origin)
     for name, text in read_settings(path).items():
         require(name in KEPT, f"{path} has a setting that this script does not know: {name}")
-        own, source = given.setdefault(name, (text, path))
+        own, source = given.setdefault(name, (text, path))  # what was set, else the model's
         require(name in MAY_CHANGE or parse_value(name, own) == parse_value(name, text),
                 f"{name}={own} ({source}), but the model in INIT_FROM={path} has {name}={text}")
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
@@ -874,7 +875,7 @@ def open_shard(path: Path) -> np.ndarray:
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard")
     size = path.stat().st_size
-    require(size == HEADER_BYTES + 2 * header[2] > HEADER_BYTES, f"{path} is damaged: {size} "
+    require(header[2] > 0 and size == HEADER_BYTES + 2 * header[2], f"{path} is damaged: {size} "
             f"bytes do not match {header[2]} tokens; make or download it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
@@ -898,7 +899,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The kind; bytes of tokens, uint16 (V, 2), column 1 after boundaries; which are these (V,)."""
+    """Its kind; bytes of tokens (V, 2): in a text, after a boundary; which are boundaries (V,)."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -910,7 +911,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             model = sentencepiece.SentencePieceProcessor(model_file=path)
             ids = range(model.vocab_size())
             boundary = [model.is_control(i) for i in ids]
-            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)  # CASE in a text: no
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)  # operators score 0
                       or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
@@ -944,7 +945,7 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = {name for name in self.data_sha256 if config.iterations or name in there}
-        odd = sorted(there ^ listed) if entries else []  # a model is scored without training's
+        odd = sorted(there ^ listed) if entries else []  # scoring alone needs no training shards
         require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
@@ -970,21 +971,21 @@ class Validation:
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        has_graph = (batch * length, length) == (config.micro_batch_tokens, config.train_seq_len)
-        saves = has_graph and config.compile != "0" and windows * stride < 1 << 20  # a compilation
-        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)
-        starts = np.concatenate(([0], stops[:-1]))  # what is new in a window; beyond the last: none
+        has_graph = batch * length == config.micro_batch_tokens and length == config.train_seq_len
+        reuses = has_graph and config.compile != "0" and windows * stride < 1 << 20  # training's
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)  # and padding
+        starts = np.concatenate(([0], stops[:-1]))  # scored from start to stop; padding: nothing
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         shape = (batch, config.num_layers, 2, config.model_dim)
-        masks = [torch.ones(shape, device=ranks.device)] if config.dropout else []
+        masks = [torch.ones(shape, device=ranks.device)] if config.dropout else []  # same graph
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             rows = slice(first, first + batch)
             places = stops[rows, None] - length + np.arange(length)
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
             pair = np.stack((self.tokens[places], targets))  # int64
-            with torch.set_grad_enabled(saves or config.device == "mps"):  # pytorch#195910
+            with torch.set_grad_enabled(reuses or config.device == "mps"):  # pytorch#195910
                 loss = model(*ranks.put(pair), *masks).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
@@ -999,7 +1000,7 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     clip = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
     scale = clip.clamp_min(1) / 127 if is_matrix else (clip / 127).where(clip > 0, 1)
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
-    return quantized.view(tensor.shape), scale[:, 0].half() if is_matrix else scale.squeeze()
+    return quantized.view(tensor.shape), (scale[:, 0].half() if is_matrix else scale.squeeze())
 
 def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
     """A matrix as int8 values of `bits` bits and float16 scales (rows,); `gram`: by GPTQ."""
@@ -1021,7 +1022,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
     for i, factors in enumerate(triangle.contiguous()):
         rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
-        rows[:, i:] -= torch.outer(error, factors[i:])  # there it is made up for (arXiv:2210.17323)
+        rows[:, i:] -= torch.outer(error, factors[i:])  # the rest make up for it (arXiv:2210.17323)
     return rounded[:, order.argsort()].to(torch.int8), scales
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
@@ -1073,7 +1074,7 @@ def read_saved(path: str | Path) -> dict:
     """What torch.save wrote in a file, which zlib may have packed. Runs no code of hostile ones."""
     data = Path(path).read_bytes()
     if not data.startswith(b"PK"):  # torch.save writes zip archives
-        data = zlib.decompressobj().decompress(data, 32 * len(data))  # no model packs as well
+        data = zlib.decompressobj().decompress(data, 32 * len(data))  # limited, against zip bombs
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         require(sum(e.file_size for e in archive.infolist()) <= len(data), "it is packed twice")
         require(archive.testzip() is None, "a checksum in it is wrong")
@@ -1091,7 +1092,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 require(fits and scale.shape == values.shape[:-1], f"{name} has another shape")
                 state["passthrough"][name] = (values.float().T * scale).T
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # a plain dict, without metadata
+        model.load_state_dict(dict(state))  # dict() drops hostile metadata
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1112,10 +1113,10 @@ def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
     """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
     model.apply(lambda module: setattr(module, "inputs_gram", 0.0))  # `linear` adds to it
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
-        for x, y, *_ in sum(steps, []):  # without dropout
+        for x, y, *_ in sum(steps, []):  # without dropout; gradients on MPS: as in `score`
             model(x, y)
-    grams = {f"{name}.weight": ranks.sum(layer.inputs_gram).cpu() for name, layer
-             in model.named_modules() if isinstance(layer.inputs_gram, Tensor)}
+    grams = {f"{name}.weight": ranks.sum(layer.inputs_gram).cpu()
+             for name, layer in model.named_modules() if isinstance(layer.inputs_gram, Tensor)}
     model.apply(lambda module: setattr(module, "inputs_gram", None))
     return grams
 
@@ -1125,7 +1126,7 @@ def list_checkpoints(config: Config) -> list[Path]:
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}\.pt"
     files = Path(config.out_dir or "logs").glob("*/" * (not config.out_dir) + "checkpoints/*.pt")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
-    return sorted(found, key=lambda p: (config.run_id or p.stat().st_mtime_ns, p.name))[::-1]
+    return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime_ns)[::-1]
 
 def find_checkpoint(config: Config) -> dict:
     """The checkpoint RESUME; "auto": the newest readable one, or {}. Raises ValueError."""
@@ -1208,7 +1209,7 @@ class Clock:
         """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
         now = time.monotonic()
         first, received = self.signals[0] if self.signals else (number, now)
-        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun makes it SIGTERM
+        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun sends SIGTERM for it
             os._exit(128 + number)  # sys.exit would wait for ranks
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
@@ -1233,7 +1234,7 @@ def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     clock = trainer.clock
     with clock.paused():
         score = validation.score(trainer.model)
-        label = validation.label + " weights:live" * bool(trainer.average)
+        label = validation.label + (" weights:live" if trainer.average else "")  # no average
         log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
                   "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms" + label,
                   step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
@@ -1250,7 +1251,7 @@ def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses, norm, s
               "{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}",
               step=step, iterations=config.iterations, train_loss=loss, train_time_ms=time_ms,
               step_avg_ms=time_ms / step, grad_norm=norm.item(), tok_per_sec=rate,
-              lr=trainer.optimizers[-1].param_groups[0]["lr"],
+              lr=trainer.optimizers[-1].param_groups[0]["lr"],  # Muon's, else Adam's first
               epoch=step * loader.pieces * loader.stride / loader.tokens,
               mem_mib=torch.cuda.max_memory_allocated() >> 20)
 
@@ -1261,7 +1262,7 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         p.data.copy_(average)
     trainer.average = []  # the model has it
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # from now on: the last checkpoint took time, too
+    clock.set(clock.step, clock.time_ms)  # leaves out the time of the last checkpoint
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
@@ -1295,7 +1296,7 @@ Total submission size int8+zlib: {total_bytes} bytes""",
         if 0 < config.size_cap < len(data) + code_bytes:
             log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
         load_weights(trainer.model, path)
-    for p in trainer.model.parameters() if ranks.world_size > 1 else ():
+    for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
         dist.broadcast(p.data, 0)  # the other ranks may not see the file
     clock.agree()
 
@@ -1324,15 +1325,15 @@ def resolve(config: Config, ranks: Ranks) -> Config:
     length = config.train_seq_len  # a step reads 8 spans: 1, 2, 4 and 8 ranks compute the same
     spans = 2 ** int(math.log2(min(8, max(1, config.train_batch_tokens / length))))  # 1, 2, 4, 8
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
-    least = spans_per_rank * ranks.world_size * length
-    require(2 * config.train_batch_tokens >= least, "TRAIN_BATCH_TOKENS="
-            f"{config.train_batch_tokens} is less than half of {least}; lower TRAIN_SEQ_LEN")
-    tokens = max(1, round(config.train_batch_tokens / least)) * least
+    unit = spans_per_rank * ranks.world_size * length
+    require(2 * config.train_batch_tokens >= unit, "TRAIN_BATCH_TOKENS="
+            f"{config.train_batch_tokens} is less than half of {unit}; lower TRAIN_SEQ_LEN")
+    tokens = max(1, round(config.train_batch_tokens / unit)) * unit
     if tokens != config.train_batch_tokens and ranks.rank == 0:
-        print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {least}", file=sys.stderr)
+        print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {unit}", file=sys.stderr)
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
-    limits = {"cpu": (1 << 21) // width, "mps": length}  # for a CPU's cache; a row has many scores
+    limits = {"cpu": (1 << 21) // width, "mps": length}  # tokens: a CPU's cache; one row's scores
     if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
@@ -1381,8 +1382,7 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
 
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
-    """Compile training's graphs. If that fails, raise ValueError, unless it `is_optional` or a
-    signal stopped the compiler: go on without. Collective."""
+    """Compile all graphs. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
     torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
@@ -1394,11 +1394,11 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
             model.loops = loops
             model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]  # g++'s, or this
+        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]  # g++'s, or repr
     model.zero_grad()
     if any(trainer.ranks.max(bool(failure))):
         failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
-        require(is_optional or trainer.clock.signals,
+        require(is_optional or trainer.clock.signals,  # Ctrl-C stops g++, too
                 f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
         print(f"warning: {failure}; going on uncompiled; COMPILE=0 plans for that", file=sys.stderr)
         torch.compiler.set_stance("force_eager")
@@ -1427,21 +1427,21 @@ def run(config: Config, overrides: dict, source: str) -> int:
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # which has it all
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # .ptz: only score it
     model = Path("logs", config.run_id, MODEL_FILE)
-    may_replace = checkpoint or not exports or model.parent != Path(config.out_dir)
+    may_replace = checkpoint or not exports or model.parent != Path(config.out_dir)  # elsewhere
     require(may_replace or not model.exists(),
             f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     facts = {name: getattr(config, f.name) for name, f in FIELDS.items()
-             if f.metadata["kind"] != "free" or f.type is not str}  # paths, kernels may differ
+             if f.metadata["kind"] != "free" or f.type is not str}  # free texts (paths) may differ
     facts |= {"the validation text": sha256(validation.tokens).digest(),
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
     codes = {name: zlib.crc32(repr(value).encode()) for name, value in facts.items()}
-    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]  # and min
+    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]  # max, min
     require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
