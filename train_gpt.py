@@ -1382,7 +1382,7 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
 
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
-    """Compile all graphs. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
+    """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
     torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
