@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # ---- Configuration ---------------------------------------------------------------------
 # A setting is a field of Config: my_gain: float = kept(1.0, "gain of my layer", high=9), then
 # config.my_gain in the model, and MY_GAIN=2 sets it. `kept`: stored with the model, which needs it.
-# `free`: may change when a run is resumed, as no other. `var`: neither.
+# Only `free` may change on RESUME. `var`: needed in training alone, so not in the artifact.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
@@ -93,10 +93,10 @@ class Config:
     warmdown_iters: int = var(3000, "lower the rates in the last N steps; <= 0: never", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans of text, not passes, of a rank a step; 0: 8 / ranks")
+    grad_accum_steps: int = free(0, "spans of text (not passes) a rank and step; 0: 8 / ranks")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = free(524288, "most tokens in GRAD_ACCUM_STEPS passes, over all ranks")
+    val_batch_size: int = free(524288, "a pass scores at most N / ranks / GRAD_ACCUM_STEPS tokens")
     val_tokens: int = free(0, "for a quick look, validate on the first N tokens; 0: all")
     eval_seq_len: int = free(0, "window of a second score; 0: TRAIN_SEQ_LEN", high=1e6)
     eval_stride: int = free(0, "tokens by which these windows move; 0: no overlap")
@@ -179,7 +179,7 @@ class Config:
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
         require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
-        require(self.lanes <= self.num_layers - self.loop_start,  # after the loops
+        require(self.lanes <= self.num_layers - self.loop_start,  # they start in the last pass
                 f"LANES={self.lanes} must be at most NUM_LAYERS - LOOP_START")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
@@ -226,7 +226,7 @@ class Ranks:
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # this order makes the gain's gradient cheap
+    return (x * (factors * gain)).to(x.dtype)  # factors are few: cheap gradient of the gain
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) by halves; cos, sin (T, 1, C/2)."""
@@ -294,7 +294,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split(self.heads, dim=2)
         if config.shift_keys:  # so that one layer can copy what followed (modded-nanogpt#169)
             pair = torch.arange(k.size(3), device=k.device) % (k.size(3) // 2)  # of a channel
-            fast = config.rope_dims // 2 or k.size(3) // 4  # pairs that rotate, or half of them
+            fast = config.rope_dims // 2 or k.size(3) // 4  # later pairs, slow or still, shift
             k = torch.where(pair < fast, k, token_before(k))
         q = rms_norm(q, self.q_gain.to(q.dtype)[:, None])
         q, k = rotate(q, cos, sin), rotate(rms_norm(k), cos, sin)
@@ -330,7 +330,7 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
-        if number >= config.num_layers - config.lanes:  # to x, to lane: of stream, attention, MLP
+        if number >= config.num_layers - config.lanes:  # rows: new x, lane; columns: old, attn, MLP
             self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, lane=None, masks=None):
@@ -342,7 +342,7 @@ class Block(nn.Module):
         if lane is None:
             return source + fed, None
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)  # parameter-golf#1518
-        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
+        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed  # x itself, not `mixed`
         return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
 
 class GPT(nn.Module):
@@ -375,7 +375,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
-                self.tok_emb.bfloat16()  # as published; too coarse for decay's small changes
+                self.tok_emb.bfloat16()  # as published; not with decay: too coarse for it
         positions = torch.arange(max(config.train_seq_len, config.eval_seq_len)).float()
         angles = torch.outer(positions, frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
@@ -386,7 +386,7 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
             x0 = x0 + self.smear.to(x0.dtype) * token_before(x0)
-        x, lane, skips = x0.clone(), None, []  # a clone, or block 0 has its own graph
+        x, lane, skips = x0.clone(), None, []  # if x were x0, block 0 would compile apart
         start, end = self.config.loop_start, self.config.loop_end + 1
         order = [*range(end)] + self.loops * [*range(start, end)] + [*range(end, len(self.blocks))]
         half = len(order) // 2
@@ -399,7 +399,7 @@ class GPT(nn.Module):
             x, lane = self.blocks[number](x, x0, cos, sin, lane, own)
             if i < half:
                 skips.append(x)
-        return x if lane is None else lane  # both sum up every block's outputs
+        return x if lane is None else lane  # the lane gets every block's outputs, too
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits (..., V), float32, from `hidden` (..., D), at any of its positions."""
@@ -431,14 +431,14 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(steps):  # of Newton and Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
         x = x.to(compute)
-        gram = (x @ x.mT).bfloat16().to(compute)  # float32 computes the same where bfloat16 is slow
+        gram = (x @ x.mT).bfloat16().to(compute)  # computed in float32, round as bfloat16
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
         x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum. Matrices of one shape form a bank; its momentum (N, rows, columns)
-    is in the state of its first one, whole on every rank. Ranks share the orthogonalizing."""
+    is in the state of the bank's first matrix, on every rank. Ranks split the orthogonalizing."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks
@@ -517,8 +517,8 @@ class TokenLoader:
         self.tokens = int(self.ends[-1])
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
-        rows = config.train_batch_tokens // config.train_seq_len  # of a step, over all ranks
-        self.pieces = rows if self.shuffled else config.grad_accum_steps * ranks.world_size
+        step_rows = config.train_batch_tokens // config.train_seq_len  # over all ranks
+        self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # spans share no token
         self.batches(0)  # shards of another vocabulary are found before training
@@ -553,8 +553,8 @@ class TokenLoader:
                 epoch, row = divmod(piece, self.rows)
                 piece = epoch_order(config.seed, epoch, self.rows)[row]
             texts.append(self.read(piece * self.stride, self.length + 1))
-        pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1)  # (2, pieces, length)
-        parts = [*self.ranks.put(pairs.astype(np.int64).reshape(2, -1, config.train_seq_len))]
+        pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1).astype(np.int64)
+        parts = [*self.ranks.put(pairs.reshape(2, -1, config.train_seq_len))]  # inputs, targets
         if config.dropout:
             parts.append(self.ranks.put(self.dropout_masks(step)))
         rows = config.micro_batch_tokens // config.train_seq_len
@@ -637,7 +637,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict) -> None:
         """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
-        self.model.load_state_dict(dict(state["model"]))  # dict() drops hostile metadata
+        self.model.load_state_dict(dict(state["model"]))  # dict(): without a file's _metadata
         for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         self.scaler.load_state_dict(state["scaler"])
@@ -670,10 +670,10 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         batches = loader.batches(step) if step < config.iterations else []  # as the device works
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         often = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # waiting costs GPUs time
-        periods = (often, config.val_loss_every, config.checkpoint_every, config.iterations)
-        is_near_cap = clock.time_ms > clock.cap_ms - 20 * mean_ms
-        if is_logged or is_near_cap or any(is_due(step, every) for every in periods):
-            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # not stuck
+        periods = (often, config.val_loss_every, config.checkpoint_every)
+        is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
+        if is_logged or is_near_end or any(is_due(step, every) for every in periods):
+            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # less: stuck
             checked = loss if skips else loss + norm  # a gradient's overflow only skips a step
             if clock.agree(not checked.isfinite()):  # waits for the device; sets time, stop_signal
                 log.event("nonfinite", step=step)
@@ -691,12 +691,12 @@ def find_ranks() -> list[int]:
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
-                "are not all set: start with torchrun, or put logs/ranks.sh before python")
+                "are not all set: start with torchrun, or put tools/ranks.sh before python")
     return [0, 1, 0, 1]
 
 def count_cores() -> float:
     """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
-    names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # v2: both in one file
     paths = [Path("/sys/fs/cgroup", name) for name in names]
     words = " ".join(path.read_text() for path in paths if path.exists()).split()  # quota, period
     quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf  # else none
@@ -723,7 +723,7 @@ def start_ranks(config: Config) -> Ranks:
             ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap
             ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD: and kept, a fifth faster
     if size > 1:
-        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's, one for all attempts
+        store, *_ = next(dist.rendezvous("env://", rank, size))  # outlives restarts: prefix it
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
@@ -749,7 +749,7 @@ def choose_attention(config: Config, device: torch.device) -> str:
     q, k = (torch.ones(1, heads, 64, config.model_dim // config.num_heads, **like)
             for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name in SDPA:
+        for name in SDPA:  # all off but `kernel`; "efficient" is mem_efficient, "tiled" is none
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name.endswith(kernel))
         with suppress(Exception), warnings.catch_warnings(action="ignore"):  # it cannot run here
             causal_attention(q, k, k, kernel).sum().backward()
@@ -769,7 +769,7 @@ def parse_value(name: str, text: str):
         raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
 
 def read_settings(path: str) -> dict[str, str]:
-    """The model's settings in an artifact or checkpoint, unknown ones if on; {} for other files."""
+    """The model's settings in a file, with unknown ones that are not 0 or empty; {} if none."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -899,7 +899,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """Its kind; bytes of tokens (V, 2): in a text, after a boundary; which are boundaries (V,)."""
+    """The tokenizer's kind; bytes of tokens (V, 2): in text, after a boundary; boundaries (V,)."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -911,7 +911,7 @@ def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
             model = sentencepiece.SentencePieceProcessor(model_file=path)
             ids = range(model.vocab_size())
             boundary = [model.is_control(i) for i in ids]
-            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)  # operators score 0
+            silent = [boundary[i] or model.is_unknown(i) or model.is_unused(i)  # or a CASE mark:
                       or (model.id_to_piece(i) in CASE and model.get_score(i) == 0) for i in ids]
             pieces = ["" if silent[i] else model.id_to_piece(i).replace("\u2581", " ") for i in ids]
             lengths = [1 if model.is_byte(i) else len(pieces[i].encode()) for i in ids]
@@ -945,7 +945,7 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = {name for name in self.data_sha256 if config.iterations or name in there}
-        odd = sorted(there ^ listed) if entries else []  # scoring alone needs no training shards
+        odd = sorted(there ^ listed) if entries else []  # ITERATIONS=0: listed ones may be missing
         require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
         shards = open_split(config, "val").items()
         tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
@@ -971,9 +971,9 @@ class Validation:
         windows = 1 + math.ceil((self.count - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        has_graph = batch * length == config.micro_batch_tokens and length == config.train_seq_len
-        reuses = has_graph and config.compile != "0" and windows * stride < 1 << 20  # training's
-        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)  # and padding
+        same_shape = batch * length == config.micro_batch_tokens and length == config.train_seq_len
+        reuses = same_shape and config.compile != "0" and windows * stride < 1 << 20  # same graph
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)  # last: empty
         starts = np.concatenate(([0], stops[:-1]))  # scored from start to stop; padding: nothing
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -985,7 +985,7 @@ class Validation:
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
             pair = np.stack((self.tokens[places], targets))  # int64
-            with torch.set_grad_enabled(reuses or config.device == "mps"):  # pytorch#195910
+            with torch.set_grad_enabled(reuses or config.device == "mps"):  # MPS: #195910
                 loss = model(*ranks.put(pair), *masks).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
@@ -1076,7 +1076,7 @@ def read_saved(path: str | Path) -> dict:
     if not data.startswith(b"PK"):  # torch.save writes zip archives
         data = zlib.decompressobj().decompress(data, 32 * len(data))  # limited, against zip bombs
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        require(sum(e.file_size for e in archive.infolist()) <= len(data), "it is packed twice")
+        require(sum(e.file_size for e in archive.infolist()) <= len(data), "entries are packed")
         require(archive.testzip() is None, "a checksum in it is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -1092,7 +1092,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 require(fits and scale.shape == values.shape[:-1], f"{name} has another shape")
                 state["passthrough"][name] = (values.float().T * scale).T
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # dict() drops hostile metadata
+        model.load_state_dict(dict(state))  # dict(): without a file's _metadata
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1209,7 +1209,7 @@ class Clock:
         """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
         now = time.monotonic()
         first, received = self.signals[0] if self.signals else (number, now)
-        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun sends SIGTERM for it
+        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun adds SIGTERM
             os._exit(128 + number)  # sys.exit would wait for ranks
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
@@ -1262,7 +1262,7 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         p.data.copy_(average)
     trainer.average = []  # the model has it
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # leaves out the time of the last checkpoint
+    clock.set(clock.step, clock.time_ms)  # restarts it: the last checkpoint took time
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
@@ -1280,7 +1280,7 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
-            torch.set_num_threads(os.cpu_count())  # with torchrun's one, NCCL's wait may time out
+            torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
         data, about = pack(state, config, grams)
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
@@ -1333,7 +1333,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {unit}", file=sys.stderr)
     rows = tokens // (ranks.world_size * length)  # of a rank
     width = config.model_dim * getattr(torch, config.dtype).itemsize
-    limits = {"cpu": (1 << 21) // width, "mps": length}  # tokens: a CPU's cache; one row's scores
+    limits = {"cpu": (1 << 21) // width, "mps": length}  # in tokens: 2 MiB, for a cache; a row
     if device == "cuda":  # shares of the memory, by peaks measured on an H100
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
@@ -1394,7 +1394,7 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
             model.loops = loops
             model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        failure = re.search(".*error: .*", f"{error}\nerror: {error!r:.200}")[0]  # g++'s, or repr
+        failure = next((s for s in str(error).splitlines() if "error: " in s), f"{error!r:.200}")
     model.zero_grad()
     if any(trainer.ranks.max(bool(failure))):
         failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
@@ -1429,8 +1429,8 @@ def run(config: Config, overrides: dict, source: str) -> int:
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # .ptz: only score it
     model = Path("logs", config.run_id, MODEL_FILE)
-    may_replace = checkpoint or not exports or model.parent != Path(config.out_dir)  # elsewhere
-    require(may_replace or not model.exists(),
+    writes_it = exports and model.parent == Path(config.out_dir)
+    require(checkpoint or not writes_it or not model.exists(),
             f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
@@ -1441,7 +1441,7 @@ def run(config: Config, overrides: dict, source: str) -> int:
               "the training tokens": loader and loader.tokens,
               "the checkpoint": checkpoint and (checkpoint["step"], checkpoint["time_ms"])}
     codes = {name: zlib.crc32(repr(value).encode()) for name, value in facts.items()}
-    wrong = [name for name, own in codes.items() if ranks.max(own, -own) != [own, -own]]  # max, min
+    wrong = [name for name, c in codes.items() if ranks.max(c, -c) != [c, -c]]  # max and min are c
     require(not wrong, f"the ranks do not agree on {', '.join(wrong)}")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
