@@ -166,9 +166,9 @@ echo
 "${command[@]}"
 run_id=$(sed -n 's/.* RUN_ID=\([^ ]*\) .*/\1/p' <<< "${command[*]} ")
 run_id=${run_id:-${RUN_ID-}}
-summary=$(.venv/bin/python logs/events.py ${run_id:+"$run_id"})
+summary=$(.venv/bin/python tools/events.py ${run_id:+"$run_id"})
 if [[ $summary == *final_model* ]]; then
   printf '\nA sample of what it writes:\n'
-  .venv/bin/python logs/sample.py ${run_id:+"$run_id"} --length 80 || true
+  .venv/bin/python tools/sample.py ${run_id:+"$run_id"} --length 80 || true
 fi
 printf '\n%s\n' "$summary"

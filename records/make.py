@@ -27,16 +27,18 @@ from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
 
-from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages,
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages,  # noqa: E402
                     score, table)
 
-import train_gpt  # after common, which finds it
-from claims import AUTHORED, NOTES, make_claims, render
-from events import RULE, read_events
-from plot import draw, groups_of, read_run
-from rules import (FOLDER_NAME, HTML, UNSAFE, Findings, check_division, check_request, check_script, find_table, load_track,
+import train_gpt  # after common, which finds it  # noqa: E402
+from claims import AUTHORED, NOTES, make_claims, render  # noqa: E402
+from events import RULE, read_events  # noqa: E402
+from plot import draw, groups_of, read_run  # noqa: E402
+from rules import (FOLDER_NAME, HTML, UNSAFE, Findings, check_division, check_request, check_script, find_table, load_track,  # noqa: E402
                    other_seeds, read_history, script_line)
-from verify import SMALL_ARTIFACT, report
+from verify import SMALL_ARTIFACT, report  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"

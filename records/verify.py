@@ -15,10 +15,12 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-from claims import AUTHORED, compare_claims, count_seeds, describe_test, make_claims, render
-from common import ROOT, deviation, load_json, require_packages, score
-from rescore import check_data, check_weights, rerun
-from rules import FOLDER_NAME, HTML, UNSAFE, Findings, check_rules, earlier_records, load_track, place_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from claims import AUTHORED, compare_claims, count_seeds, describe_test, make_claims, render  # noqa: E402
+from common import ROOT, deviation, load_json, require_packages, score  # noqa: E402
+from rescore import check_data, check_weights, rerun  # noqa: E402
+from rules import FOLDER_NAME, HTML, UNSAFE, Findings, check_rules, earlier_records, load_track, place_of  # noqa: E402
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz")

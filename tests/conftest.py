@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers side by side: more threads th
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "logs", "records", "records/lab"))]
+sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "tools", "tools/huggingface", "records"))]
 
 import train_gpt  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""records/lab/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
+"""tools/bench.py: what it computes from a log, and the tables of a comparison at a tiny size."""
 
 import gzip
 import json

@@ -15,11 +15,11 @@ from conftest import REPOSITORY, make_shards, tiny_arguments
 from prepare import learn_vocabulary
 from tokenization import load_tokenizer
 
-READMES = ("README.md", "data/README.md", "logs/README.md", "records/README.md", "records/lab/speed.md",
-           "records/lab/ablations.md", "records/presets/README.md",
+READMES = ("README.md", "data/README.md", "tools/README.md", "records/README.md", "records/speed.md",
+           "records/ablations.md", "records/presets/README.md",
            *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "records").glob("track_*/README.md"))))
 COMMAND = re.compile(r"(?:(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*|\./)"
-                     r"((?:data|logs|records|records/lab)/\w+\.py|train_gpt\.py|run\.sh)(.*)")
+                     r"((?:data|tools|tools/huggingface|records)/\w+\.py|train_gpt\.py|run\.sh)(.*)")
 VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
 
 
@@ -71,7 +71,7 @@ def test_links_lead_to_files_and_headings():
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the scripts, with a virtual environment that hands over to this interpreter."""
-    for pattern in ("train_gpt.py", "run.sh", "requirements*.txt", "data/*.py", "logs/*.py", "records/*.py", "records/lab/*.py",
+    for pattern in ("train_gpt.py", "run.sh", "requirements*.txt", "data/*.py", "tools/*.py", "records/*.py",
                     "records/presets/*.env"):
         for path in REPOSITORY.glob(pattern):
             target = tmp_path / path.relative_to(REPOSITORY)
@@ -117,6 +117,7 @@ exit $FAILS""")
 
 def test_run_sh_trains_and_says_what_it_left(checkout):
     data = make_shards(checkout)
+    (checkout / "logs").mkdir()
     (checkout / "logs" / "newer.txt").write_text("no log of a run")
     tokenizer = checkout / "tokenizer.model"  # its absolute path is not in the artifact
     learn_vocabulary("char", ["ab"], tokenizer)
@@ -125,7 +126,7 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
     assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
     assert "final_int8_zlib_roundtrip_exact" in result.stdout and "\n3 steps in " in result.stdout
     run_id = re.search(r"log       logs/(\d{8}-\d{6}-\d+)\.jsonl; ", result.stdout)[1]
-    assert f"next      .venv/bin/python logs/sample.py {run_id} --interactive" in result.stdout
+    assert f"next      .venv/bin/python tools/sample.py {run_id} --interactive" in result.stdout
     assert "A sample of what it writes" in result.stdout and "model     größe/final_model.int8.ptz" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
     assert wrong.returncode and "NUM_LAYERS='nine' cannot be read" in wrong.stderr
@@ -215,7 +216,7 @@ def test_run_sh_takes_a_preset_and_what_the_user_says_wins(checkout):
     stand_in(checkout, "python", f"""case "$*" in
 *device_count*) echo ${{GPUS-2}} ;;
 *prepare.py*) mkdir -p {speeches}; touch {speeches}/manifest.json; echo "$*" ;;
-*) touch logs/x.txt ;;
+*) mkdir -p logs; touch logs/x.txt ;;
 esac""")
     result = shell(checkout, "-c", "MLP_SLOPE=0.1 ./run.sh NUM_LAYERS=2 --preset cpu_1mb")
     assert result.returncode == 0 and prepares in result.stdout, result.stderr
@@ -253,7 +254,7 @@ def test_ablations_are_trained_once_and_compared(checkout):
     data = make_shards(checkout)
     base = checkout / "base.env"
     base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=2, EXPORT_BITS=6)))
-    program, options = [sys.executable, "records/lab/ablate.py"], ["--base", str(base), "--seeds", "1,2", "--jobs", "2"]
+    program, options = [sys.executable, "tools/ablate.py"], ["--base", str(base), "--seeds", "1,2", "--jobs", "2"]
     for _ in range(2):  # the second time, nothing is trained
         result = run(checkout, *program, "plain", "slope MLP_SLOPE=0.5", *options)
         assert result.returncode == 0, result.stderr
@@ -315,7 +316,7 @@ def test_a_short_ladder(checkout, monkeypatch):
     make_shards(checkout / "data")
     extra = ["DATA_PATH=data/tiny", "TOKENIZER_PATH=byte260", "VOCAB_SIZE=260", "ITERATIONS=14", "MODEL_DIM=32",
              "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu"]
-    (checkout / "logs" / "ladder_rung01").mkdir()
+    (checkout / "logs" / "ladder_rung01").mkdir(parents=True)
     (checkout / "logs" / "ladder_rung01" / train_gpt.MODEL_FILE).touch()  # of an earlier climb
     ladder.climb(checkout / "out", "small", extra)
     text = (checkout / "out" / "README.md").read_text()

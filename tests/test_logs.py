@@ -1,4 +1,4 @@
-"""logs/plot.py, events.py and track.py: what they read from logs, how runs are compared, and what a tracker is sent."""
+"""tools/plot.py, events.py and track.py: what they read from logs, how runs are compared, and what a tracker is sent."""
 
 import json
 import sys

@@ -214,7 +214,7 @@ def launched(tmp_path):
     (tmp_path / "scontrol").chmod(0o755)
 
     def launch(variables):
-        result = subprocess.run([REPOSITORY / "logs" / "ranks.sh", "printenv", *VARIABLES], capture_output=True, text=True, check=False,
+        result = subprocess.run([REPOSITORY / "tools" / "ranks.sh", "printenv", *VARIABLES], capture_output=True, text=True, check=False,
                                 env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables})
         return result.stdout.split(), result.stderr
     return launch
@@ -238,7 +238,7 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, la
 @pytest.mark.parametrize("variables, wanted", [
     ({}, [0, 1, 0, 1]), (TORCHRUN, [3, 4, 1, 2]), ({**SRUN, **TORCHRUN}, [3, 4, 1, 2]),  # torchrun, started by srun
     (BATCH, [0, 1, 0, 1]),  # one process in a job
-    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2, but"), (OPEN_MPI, "put logs/ranks.sh before python"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2, but"), (OPEN_MPI, "put tools/ranks.sh before python"),
     (PALS, "PMI_SIZE=8, but"), (SRUN, "SLURM_STEP_NUM_TASKS=8, but")])
 def test_ranks_are_those_of_torchruns_variables_or_one(monkeypatch, variables, wanted):
     monkeypatch.setattr(os, "environ", dict(variables))
@@ -252,7 +252,7 @@ def test_ranks_are_those_of_torchruns_variables_or_one(monkeypatch, variables, w
 def test_two_processes_of_an_mpi_train_together(tmp_path, program, options):
     if not shutil.which(program):
         pytest.skip(f"{program} is not installed")
-    command = [program, *options, "-n", "2", str(REPOSITORY / "logs" / "ranks.sh"), sys.executable, str(REPOSITORY / "train_gpt.py")]
+    command = [program, *options, "-n", "2", str(REPOSITORY / "tools" / "ranks.sh"), sys.executable, str(REPOSITORY / "train_gpt.py")]
     result = subprocess.run([*command, *tiny_arguments(make_shards(tmp_path), RUN_ID="mpi")], cwd=tmp_path, timeout=240,
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "world_size:2" in result.stdout, result.stderr

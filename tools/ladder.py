@@ -1,7 +1,7 @@
 """Climb the GPT-2 speed-up ladder with nothing but variables of train_gpt.py, one more on each rung.
 
-    python records/ladder.py --shape 124M DATA_PATH=data/datasets/mine_gpt2          GPT-2's size, for a GPU
-    python records/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
+    python tools/ladder.py --shape 124M DATA_PATH=data/datasets/mine_gpt2          GPT-2's size, for a GPU
+    python tools/ladder.py --shape small DATA_PATH=data/datasets/mine_gpt2         4 layers of width 128, for a CPU
 
 Bring your own text, in GPT-2 tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, as
 each rung ends with export and score. NAME=value arguments apply to every rung. A rung that fails here, as its ATTN or

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Give each process of Open MPI, MPICH, PALS or Slurm the variables that torchrun would set, then run a command:
-#     mpiexec -n 16 logs/ranks.sh python train_gpt.py
-#     srun --nodes=2 --ntasks-per-node=8 logs/ranks.sh python train_gpt.py
+#     mpiexec -n 16 tools/ranks.sh python train_gpt.py
+#     srun --nodes=2 --ntasks-per-node=8 tools/ranks.sh python train_gpt.py
 # Where neither Slurm nor PBS knows the first machine, set MASTER_ADDR to the address of rank 0.
 for names in "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE" \
   "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS" "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE" \
@@ -9,7 +9,7 @@ for names in "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RA
   read -r rank size local_rank local_size <<< "$names"
   [[ -n ${!rank-} && -n ${!size-} && -n ${!local_rank-} && -n ${!local_size-} ]] && break
 done
-export RANK=${!rank:?logs/ranks.sh knows only Open MPI, MPICH, PALS and srun} WORLD_SIZE=${!size:?must be set} LOCAL_RANK=${!local_rank}
+export RANK=${!rank:?tools/ranks.sh knows only Open MPI, MPICH, PALS and srun} WORLD_SIZE=${!size:?must be set} LOCAL_RANK=${!local_rank}
 : "${!local_size:?must be set}"
 export LOCAL_WORLD_SIZE=${!local_size%%[!0-9]*}  # Slurm writes 4(x2)
 [[ ${CUDA_VISIBLE_DEVICES-,} = *,* ]] || LOCAL_RANK=0  # the process sees one GPU only

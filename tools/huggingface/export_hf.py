@@ -1,7 +1,7 @@
 """Write a model as a folder that transformers loads: AutoModelForCausalLM and AutoTokenizer, with trust_remote_code=True.
 
-    python logs/export_hf.py RUN_ID huggingface/
-    python logs/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 MODEL_DIM=192 ...    with all settings of its training
+    python tools/huggingface/export_hf.py RUN_ID huggingface/
+    python tools/huggingface/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 ...    with all settings of its training
 
 The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself and three
 short files that let transformers (5.0 or newer) use them. The script then loads the folder and compares its logits.
@@ -16,10 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from sample import ROOT, find_model, find_tokenizer, load, train_gpt
-from tokenization import Tokenizer
 
-CODE = ["train_gpt.py", "data/tokenization.py", "logs/modeling_train_gpt.py", "logs/tokenization_train_gpt.py"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sample import ROOT, find_model, find_tokenizer, load, train_gpt  # noqa: E402
+from tokenization import Tokenizer  # noqa: E402
+
+CODE = ["train_gpt.py", "data/tokenization.py",
+        "tools/huggingface/modeling_train_gpt.py", "tools/huggingface/tokenization_train_gpt.py"]
 
 
 def write_json(path: Path, value: dict) -> None:

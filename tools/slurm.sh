@@ -1,12 +1,12 @@
 #!/bin/bash
 # Train in a Slurm job that goes on after each time limit or preemption, until the run is done:
-#     sbatch logs/slurm.sh ITERATIONS=100000 NUM_LAYERS=12
+#     sbatch tools/slurm.sh ITERATIONS=100000 NUM_LAYERS=12
 # Three minutes before the limit, Slurm sends SIGTERM. The trainer saves a checkpoint and exits with status 143.
 #SBATCH --nodes=1 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12
 #SBATCH --time=04:00:00 --signal=TERM@180 --requeue --open-mode=append
 
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch
-srun --kill-on-bad-exit=1 logs/ranks.sh "${PYTHON:-.venv/bin/python}" train_gpt.py RUN_ID="$SLURM_JOB_ID" RESUME=auto \
+srun --kill-on-bad-exit=1 tools/ranks.sh "${PYTHON:-.venv/bin/python}" train_gpt.py RUN_ID="$SLURM_JOB_ID" RESUME=auto \
   CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 "$@"
 status=$?
 if [ $status = 143 ]; then

@@ -1,7 +1,7 @@
 """Let Inductor write the kernels of a training step for an H100 on a machine that has none; count them and their bytes.
 
-    python records/lab/compile_for_gpu.py                           every case
-    python records/lab/compile_for_gpu.py default-4096 NUM_LAYERS=2    one case, with another setting
+    python tools/compile_for_gpu.py                           every case
+    python tools/compile_for_gpu.py default-4096 NUM_LAYERS=2    one case, with another setting
 
 It needs PyTorch 2.13.0, of which the build for CPUs will do, and `pip install triton==3.7.1` (0.7 GB). It traces forward and
 backward of one micro-batch with fake tensors and lowers them for compute capability 9.0, as one graph. Attention is an opaque
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train_gpt  # noqa: E402

@@ -1,6 +1,6 @@
 """The one reader of .jsonl logs: the events of one log, and of a run with the logs from before it was resumed.
 
-    python logs/events.py [RUN_ID]    say what a run made and where; without RUN_ID, the newest run in logs/
+    python tools/events.py [RUN_ID]    say what a run made and where; without RUN_ID, the newest run in logs/
 """
 
 import argparse
@@ -99,8 +99,8 @@ def summarize(log: Path) -> str:
 {export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warn_of_overfitting(read_history(log))}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
-next      .venv/bin/python logs/sample.py {run} --interactive
-          .venv/bin/python logs/plot.py {run}
+next      .venv/bin/python tools/sample.py {run} --interactive
+          .venv/bin/python tools/plot.py {run}
           .venv/bin/python train_gpt.py --help          every setting"""
 
 

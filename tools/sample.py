@@ -1,7 +1,7 @@
 """Generate text with a trained model.
 
-    python logs/sample.py --prompt "Fellow citizens," --samples 3     with the model of the last run
-    python logs/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
+    python tools/sample.py --prompt "Fellow citizens," --samples 3     with the model of the last run
+    python tools/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
 
 A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
 their settings: add all of those that the training set, and its DTYPE, such as DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192

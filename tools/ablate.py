@@ -1,6 +1,6 @@
 """Train variations of one setting with several seeds, and print what each is worth.
 
-    python records/lab/ablate.py control 'relu MLP_SLOPE=0' 'wide MLP_MULT=4' --base records/presets/cpu_1mb.env \\
+    python tools/ablate.py control 'relu MLP_SLOPE=0' 'wide MLP_MULT=4' --base records/presets/cpu_1mb.env \\
         --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_caseops2048
 
 A variation is a name and its settings; the first one is what the others are compared with. All run for the same
@@ -20,13 +20,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table  # noqa: E402
-import train_gpt  # noqa: E402
-from events import read_events  # noqa: E402
+from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table
+import train_gpt
+from events import read_events
 
 
 def train(name: str, seed: str, settings: dict[str, str], seconds: float, threads: int) -> list[dict]:

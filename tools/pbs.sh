@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train in PBS jobs, each of which submits the next one until the run is done:
-#     qsub -v SETTINGS="ITERATIONS=100000 NUM_LAYERS=12" logs/pbs.sh
+#     qsub -v SETTINGS="ITERATIONS=100000 NUM_LAYERS=12" tools/pbs.sh
 # `timeout` sends SIGTERM three minutes before the walltime ends. The trainer saves a checkpoint and exits with status
 # 143. Change the resources in this file: the next job would not have those of qsub's command line. If you change the
 # walltime, change 237m too: it must be three minutes less. No value in SETTINGS may contain a comma: qsub -v splits there.
@@ -12,10 +12,10 @@ cd "$PBS_O_WORKDIR" || exit
 RUN_ID=${RUN_ID:-$PBS_JOBID}
 PYTHON=${PYTHON:-.venv/bin/python}
 STOP_AFTER=${STOP_AFTER:-237m}
-mpiexec logs/ranks.sh timeout --preserve-status "$STOP_AFTER" "$PYTHON" train_gpt.py RUN_ID="$RUN_ID" \
+mpiexec tools/ranks.sh timeout --preserve-status "$STOP_AFTER" "$PYTHON" train_gpt.py RUN_ID="$RUN_ID" \
   RESUME=auto CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 $SETTINGS
 status=$?
 if [ $status = 143 ]; then
-  exec qsub -v RUN_ID="$RUN_ID",PYTHON="$PYTHON",STOP_AFTER="$STOP_AFTER",SETTINGS="$SETTINGS" logs/pbs.sh
+  exec qsub -v RUN_ID="$RUN_ID",PYTHON="$PYTHON",STOP_AFTER="$STOP_AFTER",SETTINGS="$SETTINGS" tools/pbs.sh
 fi
 exit $status

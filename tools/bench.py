@@ -1,10 +1,10 @@
 """Compare the speed of train_gpt.py between commits or settings, by what its logs say.
 
-    python records/lab/bench.py                                  this checkout, in the device's configurations
-    python records/lab/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
-    python records/lab/bench.py gpu-default --with 'ATTN=flash TORCHINDUCTOR_ENABLE_PDL=1'    this checkout, without and with these
-    python records/lab/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
-    python records/lab/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
+    python tools/bench.py                                  this checkout, in the device's configurations
+    python tools/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
+    python tools/bench.py gpu-default --with 'ATTN=flash TORCHINDUCTOR_ENABLE_PDL=1'    this checkout, without and with these
+    python tools/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
+    python tools/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07 that has the configuration's variables. Each side has its own compiler cache, which is empty at the
@@ -25,12 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common import ROOT, gpu_names, hardware, launcher, measure_rate, pairs_of, table  # noqa: E402
-import train_gpt  # noqa: E402
-from events import read_events  # noqa: E402
-from train_gpt import torch  # noqa: E402
+from common import ROOT, gpu_names, hardware, launcher, measure_rate, pairs_of, table
+import train_gpt
+from events import read_events
+from train_gpt import torch
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=byte260")

@@ -1,4 +1,4 @@
-"""What the scripts of records/ share: folders, starting the trainer, the machine, tables and statistics."""
+"""What tools and records share: folders, starting the trainer, the machine, tables and statistics."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "logs")]
+sys.path.insert(0, str(ROOT))
 
 from events import read_events  # noqa: E402
 

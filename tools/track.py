@@ -1,7 +1,7 @@
 """Send the numbers of a run to Weights & Biases, trackio or TensorBoard, while it trains or afterwards.
 
-    python logs/track.py wandb RUN_ID    follow logs/RUN_ID.jsonl until the run ends or Ctrl-C; or trackio, or tensorboard
-    python logs/track.py wandb RUN_ID --once    send what there is now, also of a run that was stopped
+    python tools/track.py wandb RUN_ID    follow logs/RUN_ID.jsonl until the run ends or Ctrl-C; or trackio, or tensorboard
+    python tools/track.py wandb RUN_ID --once    send what there is now, also of a run that was stopped
 
 Each start makes a new page with all steps of the run, including those before a resume. TensorBoard keeps one page, the folder
 logs/RUN_ID.tensorboard/, in which new points hide the old ones.

@@ -1,8 +1,8 @@
 """Draw the losses of one run of train_gpt.py, or compare several.
 
-    python logs/plot.py first                                  a RUN_ID in logs/: write logs/first.png
-    python logs/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
-    python logs/plot.py records/*/*/train_seed*.jsonl          also paths of .jsonl logs
+    python tools/plot.py first                                  a RUN_ID in logs/: write logs/first.png
+    python tools/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
+    python tools/plot.py records/*/*/train_seed*.jsonl          also paths of .jsonl logs
 
 Runs of one script and one text that differ only in SEED become one line, their mean, in a band from the smallest to the
 largest. Thin lines are the training loss of single steps, the thick ones over them their moving mean, dots validations, and
