@@ -595,8 +595,8 @@ class Trainer:
         self.ddp = self.model  # DDP: rank 0's weights at first, then mean gradients
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # or graphs are cut at buckets' ends
-            self.ddp = DDP(self.model, broadcast_buffers=False, gradient_as_bucket_view=True,
-                           bucket_cap_mb=1 << 20)  # one bucket
+            self.model._ddp_params_and_buffers_to_ignore = ["rotary"]  # the same everywhere
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20)
         self.average = [p.data.float().clone() for p in self.model.parameters() if config.ema_decay]
 
     def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:

@@ -76,12 +76,13 @@ def test_a_run_its_resumption_and_scoring_its_model(tmp_path, data, on_cpu, card
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["h100_8gpu_16mb", "h100_1gpu_16mb"])
-def test_presets_run(tmp_path, data, preset):
+@pytest.mark.parametrize("presets", ["h100_8gpu_16mb", "h100_1gpu_16mb", "h100_8gpu_16mb rehearsal"])
+def test_presets_run(tmp_path, data, presets):
     sizes = dict(MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1, EVAL_SEQ_LEN=64, EVAL_STRIDE=16, WARMUP_STEPS=1, DEVICE="cuda")
     words = tiny_arguments(data, **sizes, RUN_ID="run")
     kept = [word for word in words if word.split("=")[0] in (*SMALLER, *sizes)]  # the rest is as in the preset
-    done = run(tmp_path, H100, f"@{REPOSITORY}/records/presets/{preset}.env", *kept)
+    files = [f"@{REPOSITORY}/records/presets/{preset}.env" for preset in presets.split()]
+    done = run(tmp_path, H100, *files, *kept)
     assert done.returncode == 0, done.stderr
     assert len(values(tmp_path, "windows", "val_bpb")) == len(values(tmp_path, "final", "val_bpb")) == 1
 
