@@ -101,8 +101,8 @@ FAULTS = {  # what was right, what is planted, what refuses it; card and ranks w
     "dropout masks on the CPU": ("self.ranks.put(self.dropout_masks(step))", "torch.from_numpy(self.dropout_masks(step))", SAME_DEVICE),
     "Ranks.max on the CPU": (
         "dtype=torch.float64, device=self.device", "dtype=torch.float64", "No backend type", H100, 2),
-    "a gather of a tensor with gaps": ("gather(updates, part,", "gather(updates, part.mT.contiguous().mT,", "contiguous", H100, 2),
-    "Gram matrices in columns": ("layer.gram + rows.mT @ rows", "layer.gram + (rows.mT @ rows).mT", "contiguous", H100, 2),
+    "a gather of a tensor with gaps": ("gather(gathered, updates.contiguous()", "gather(gathered, updates.mT.contiguous().mT", "contiguous", H100, 2),
+    "Gram matrices in columns": ("layer.inputs_gram + rows.mT @ rows", "layer.inputs_gram + (rows.mT @ rows).mT", "contiguous", H100, 2),
     "a broadcast of CPU tensors": ("dist.broadcast(p.data, 0)", "dist.broadcast(p.data.cpu(), 0)", "No backend type", H100, 2),
     "float64 on a Mac": ('"cpu" if ranks.device.type == "mps" else ranks.device', "ranks.device", "float64", MAC),
     "Adam's step on the host after a load": (
@@ -116,7 +116,7 @@ FAULTS = {  # what was right, what is planted, what refuses it; card and ranks w
     "the rank's number over all machines": (
         'local_rank if kind == "cuda" else None', 'rank + 8 if kind == "cuda" else None', "invalid device ordinal"),
     "losses on the CPU": ("torch.zeros((), device=self.ranks.device)", "torch.zeros(())", SAME_DEVICE),
-    "Gram matrices stay on the GPU": ("ranks.sum(layer.gram).cpu()", "ranks.sum(layer.gram)", SAME_DEVICE)}
+    "Gram matrices stay on the GPU": ("ranks.sum(layer.inputs_gram).cpu()", "ranks.sum(layer.inputs_gram)", SAME_DEVICE)}
 QUICK = ["an array of NumPy is pinned as it is made", "ids of the loss on the CPU"]
 
 
