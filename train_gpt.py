@@ -883,8 +883,8 @@ def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
     """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     where = f"DATA_PATH={config.data_path!r}"
-    require(paths, f"{where} has no *_{split}_*.bin; a small set: python data/prepare.py sotu "
-            f"--tokenizer sp{config.vocab_size} --out data/datasets/sotu")
+    found = sorted(map(str, Path("data/datasets").glob("*"))) or "python data/prepare.py --help"
+    require(paths, f"{where} has no *_{split}_*.bin; use or make one: {found}")
     shards = {path: open_shard(path) for path in paths}
     tokens = sum(map(len, shards.values()))
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "

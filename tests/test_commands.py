@@ -20,7 +20,7 @@ READMES = ("README.md", "data/README.md", "tools/README.md", "records/README.md"
            *(str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "records").glob("track_*/README.md"))))
 COMMAND = re.compile(r"(?:(?:\.venv/bin/)?(?:python|torchrun)\d* (?:-\S+ )*|\./)"
                      r"((?:data|tools|tools/huggingface|records)/\w+\.py|train_gpt\.py|run\.sh)(.*)")
-VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)}
+VARIABLES = {f.name.upper() for f in train_gpt.fields(train_gpt.Config)} | {"MLP_SILU"}  # README says how to add it
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
