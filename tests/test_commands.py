@@ -126,7 +126,7 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
     assert result.returncode == 0 and "not found" not in result.stderr, result.stderr
     assert "final_int8_zlib_roundtrip_exact" in result.stdout and "\n3 steps in " in result.stdout
     run_id = re.search(r"log       logs/(\d{8}-\d{6}-\d+)\.jsonl; ", result.stdout)[1]
-    assert f"next      .venv/bin/python tools/sample.py {run_id} --interactive" in result.stdout
+    assert f"next      {sys.executable} tools/sample.py {run_id} --interactive" in result.stdout
     assert "A sample of what it writes" in result.stdout and "model     größe/final_model.int8.ptz" in result.stdout
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
     assert wrong.returncode and "NUM_LAYERS='nine' cannot be read" in wrong.stderr

@@ -10,18 +10,40 @@ import re
 import shlex
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 RULE = "=" * 100  # divides source, machine and lines in a text log
 # Settings that do not change what is trained, so that the seeds of a record may differ in them.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "KEEP_CHECKPOINTS"}
+# The end of the name of a log from before a resume, a time in ns. With its many digits, "wd0.05" is not an older log of "wd0".
+OLDER = r"\.\d{10,}$"
+MAX_LISTED = 10  # runs in a message, the newest
 MANY_EPOCHS = 4  # readings of a text, after which a model may begin to learn it by heart
 RISE, GAP = 0.01, 1.0  # nats: of the validation loss above its lowest, and above the training loss
 
 
-def find_log(name: str) -> Path:
-    """Return the path of a .jsonl log, from a path or a RUN_ID in logs/."""
-    return Path(name) if name.endswith(".jsonl") else Path("logs", f"{name}.jsonl")
+def interpreter() -> str:
+    """Return the Python that runs, as one types it in this folder."""
+    path = Path(sys.executable)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def find_log(name: str = "") -> Path:
+    """Return the path of a .jsonl log, from its path, that of the .txt log beside it, or a RUN_ID in logs/; from "", the
+    newest in logs/. Raises ValueError."""
+    logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not name:
+        if not logs:
+            raise ValueError("there is no run in logs/ yet")
+        return logs[0]
+    path = Path(name).with_suffix(".jsonl") if name.endswith((".jsonl", ".txt")) else Path("logs", f"{name}.jsonl")
+    if path.is_file():
+        return path
+    # The log from before a resume is not a run of its own.
+    runs = [log.stem for log in logs if not re.search(OLDER, log.stem)]
+    there_are = ", ".join(runs[:MAX_LISTED]) + ", ..." * (len(runs) > MAX_LISTED) or "none"
+    raise ValueError(f"{name!r} is neither a file nor a RUN_ID in logs/; there are: {there_are}")
 
 
 def read_events(path: Path) -> list[dict]:
@@ -44,8 +66,7 @@ def read_history(path: Path) -> list[dict]:
     events = read_events(path)
     resumed = resume_step(events)
     found = path.parent.glob(f"{glob.escape(path.stem)}.*.jsonl")
-    # TIME, in ns, has many digits: the log of the run "wd0.05" is not an older one of "wd0".
-    older_paths = sorted(other for other in found if re.fullmatch(r"\.\d{10,}", other.stem.removeprefix(path.stem)))
+    older_paths = sorted(other for other in found if re.fullmatch(OLDER, other.stem.removeprefix(path.stem)))
     while resumed and older_paths:
         older = read_events(older_paths.pop())
         steps = [event for event in older if event["event"] in ("train", "val") and event["step"] <= resumed]
@@ -84,6 +105,33 @@ def warn_of_overfitting(events: list[dict]) -> str:
     return ""
 
 
+def name_best(events: list[dict]) -> str:
+    """Return a line that begins with a line end and names the best validation, or "" if that is the last."""
+    scores = [event for event in events if event["event"] == "val" and event["val_bpb"] is not None]
+    best = min(scores, key=lambda event: event["val_bpb"], default=None)
+    if not best or best["val_bpb"] == scores[-1]["val_bpb"]:
+        return ""
+    return (f"\nbest      {best['val_bpb']:.4f} bits per byte, at step {best['step']:,}; the model is that of the last step, "
+            f"{scores[-1]['step']:,}, with {scores[-1]['val_bpb']:.4f}")
+
+
+def next_steps(run: str, start: dict) -> list[str]:
+    """Return three commands for what one does next with a run, whose "config" event is `start`."""
+    python, run = interpreter(), shlex.quote(run)
+    plot = f"{python} tools/plot.py {run}"
+    if not find_spec("matplotlib"):
+        plot = f"{python} -m pip install matplotlib && {plot}"
+    presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
+    better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
+    if not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb")):  # it is the user's own text
+        more = f"{python} train_gpt.py --help    # every setting"
+    elif "quick" in presets:
+        more = f"./run.sh --preset {better}    # ten minutes, a better model"
+    else:
+        more = f"{python} data/prepare.py FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text"
+    return [f"{python} tools/sample.py {run} --interactive", f"{plot}    # add other RUN_IDs to compare", more]
+
+
 def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
     latest = {event["event"]: event for event in read_events(log)}
@@ -91,28 +139,30 @@ def summarize(log: Path) -> str:
     if "final" not in latest:
         return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
     final, export = latest["final"], latest.get("export")
-    run = shlex.quote(log.stem)
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
+    history = read_history(log)
+    commands = "\n          ".join(next_steps(log.stem, latest["config"]))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{warn_of_overfitting(read_history(log))}
+{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{name_best(history)}{warn_of_overfitting(history)}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
-next      .venv/bin/python tools/sample.py {run} --interactive
-          .venv/bin/python tools/plot.py {run}
-          .venv/bin/python train_gpt.py --help          every setting"""
+next      {commands}"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", metavar="RUN_ID", help="or a .jsonl log (default: the newest in logs/)")
-    name = parser.parse_args().run
+    parser.add_argument("run", nargs="?", default="", metavar="RUN_ID", help="or a log (default: the newest in logs/)")
+    options = parser.parse_args()
     try:
-        logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-        print(summarize(find_log(name) if name else logs[-1]))
+        log = find_log(options.run)
+    except ValueError as error:
+        sys.exit(f"events.py: {error}")
+    try:
+        print(summarize(log))
     except (OSError, ValueError, LookupError) as error:
-        sys.exit(f"events.py: {name or 'logs/'} is no log of a run: {error}")
+        sys.exit(f"events.py: {log} is no log of a run: {error!r}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from events import find_log, read_history
+from events import find_log, interpreter, read_history
 
 
 def open_tracker(tracker: str, path: Path, settings: dict):
@@ -35,12 +35,16 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN_ID", help="run in logs/, or path of a .jsonl log")
     parser.add_argument("--once", action="store_true", help="do not wait for more events")
     options = parser.parse_args()
-    path, sent = find_log(options.run), set()
+    sent = set()
+    try:
+        path = find_log(options.run)
+    except ValueError as error:
+        sys.exit(f"track.py: {error}")
     try:
         events = read_history(path)
         send, close = open_tracker(options.tracker, path, events[0]["config"])
     except ImportError as error:
-        sys.exit(f"track.py: {error}; install it with: pip install {options.tracker}")
+        sys.exit(f"track.py: {error}; run: {interpreter()} -m pip install {options.tracker}")
     except (OSError, ValueError, LookupError) as error:
         sys.exit(f"track.py: {path} is no log of a run: {error}")
     with suppress(KeyboardInterrupt):
