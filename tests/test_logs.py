@@ -1,9 +1,13 @@
 """tools/plot.py, events.py and track.py: what they read from logs, how runs are compared, and what a tracker is sent."""
 
 import json
+import os
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
+import events
+import numpy as np
 import plot
 import pytest
 import track
@@ -16,15 +20,18 @@ def write_lines(path, *events, append=False):
 
 
 def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000,
-              code="a", digest="x"):
-    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data}
-    events = [{"event": "config", "data_sha256": digest, "config": settings}]
+              code="a", digest="x", overrides=(), dtype="float32", scores=None, epoch=1):
+    settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data,
+                "OUT_DIR": "out", "DTYPE": dtype}
+    events = [{"event": "config", "data_sha256": digest, "config": settings, "overrides": dict(overrides)}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
+    for step, score in (scores or {}).items():
+        events.append({"event": "val", "step": step, "val_loss": score, "val_bpb": score + shift, "train_time_ms": 900 * step})
     for step in steps:
         events.append({"event": "train", "step": step, "train_loss": 5 - step + shift, "train_time_ms": 1000 * step,
-                       "tok_per_sec": 1_000_000 + step})
-        if step % 2 == 0:
+                       "epoch": epoch, "tok_per_sec": 1_000_000 + step})
+        if step % 2 == 0 and not scores:
             events.append({"event": "val", "step": step, "val_loss": 4 - step / 2 + shift, "val_bpb": 2 - step / 4,
                            "train_time_ms": 1000 * step})
     if final:
@@ -38,38 +45,58 @@ def read(path, **changes):
     return plot.read_run(str(write_log(path, **changes)))
 
 
-def test_seeds_are_one_line_in_a_band_and_other_settings_are_not(tmp_path):
-    runs = [read(tmp_path / "a.jsonl", seed=1), read(tmp_path / "b.jsonl", seed=2, shift=0.5),
-            read(tmp_path / "c.jsonl", seed=3, shift=1, steps=(1, 3)), read(tmp_path / "d.jsonl", lr=0.04),
-            read(tmp_path / "e.jsonl", data="x" * 60)]
+def test_runs_are_named_by_what_they_are(tmp_path):
+    """Seeds of one script and one text are one group, named by what differs; a single one by its preset and what was given."""
+    given = {"MLP_MULT": ["3", "@records/presets/quick.env"], "DATA_PATH": ["a/set", "argument"], "SEED": ["1", "argument"],
+             "MATRIX_LR": ["0.02", "environment"], "VOCAB_SIZE": ["9", "manifest"]}
+    one = read(tmp_path / "a.jsonl", overrides=given)
+    assert list(plot.groups_of([one])) == ["preset quick, set, MATRIX_LR=0.02"]
+    runs = [one, read(tmp_path / "b.jsonl", seed=2), read(tmp_path / "c.jsonl", lr=0.04), read(tmp_path / "d.jsonl", data="y$")]
     groups = plot.groups_of(runs)
-    first = "DATA_PATH=a/set MATRIX_LR=0.02, 3 runs"
-    assert {label: [run.name for run in members] for label, members in groups.items()} == {
-        first: ["a", "b", "c"], "DATA_PATH=a/set MATRIX_LR=0.04": ["d"], "e": ["e"]}
-    at, values = plot.band(groups[first], "train", "tokens", "loss")  # up to the last step that all have, interpolated
-    assert at.tolist() == pytest.approx([0.001, 0.002, 0.003])
-    assert values.tolist() == [[4, 3, 2], [4.5, 3.5, 2.5], [5, 4, 3]]
+    assert {label: [Path(run.name).name for run in members] for label, members in groups.items()} == {
+        "preset quick, set, MATRIX_LR=0.02, 2 seeds": ["a", "b"], "set, MATRIX_LR=0.04": ["c"], r"y\$, MATRIX_LR=0.02": ["d"]}
+    record = tmp_path / "2026-01-31_Two_Lanes"
+    record.mkdir()
+    seeds = [read(record / f"train_seed{seed}.jsonl", seed=seed, lr=1) for seed in (1, 2, 3)]
+    assert list(plot.groups_of([*seeds, one])) == ["Two_Lanes, 3 seeds", "preset quick, MATRIX_LR=0.02"]
+    long = read(tmp_path / "e.jsonl", data="x" * 50, overrides={"MATRIX_LR": ["1", "argument"]})
+    assert list(plot.groups_of([long])) == ["x" * 50 + ", ..."]
 
 
-def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_line(tmp_path):
-    changes = {"a": {}, "b": {"seed": 2}, "_c$": {"seed": 2}, "code": {"code": "b"}, "data": {"digest": "y"}}
+def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_group(tmp_path):
+    changes = {"a": {}, "b": {"seed": 2}, "c": {"seed": 2}, "code": {"code": "b"}, "data": {"digest": "y"}}
     runs = [read(tmp_path / f"{name}.jsonl", **change) for name, change in changes.items()]
     groups = plot.groups_of(runs)
-    assert [[member.name for member in members] for members in groups.values()] == [["a", "b"], ["_c$"], ["code"], ["data"]]
-    assert list(groups) == ["a, 2 runs", r"run _c\$", "code", "data"]
+    assert [[Path(run.name).name for run in members] for members in groups.values()] == [["a", "b"], ["c"], ["code"], ["data"]]
+    assert list(groups) == [f"set ({tmp_path}/a), 2 seeds", *(f"set ({tmp_path}/{name})" for name in ("c", "code", "data"))]
+
+
+def test_nothing_is_drawn_that_was_not_measured(tmp_path):
+    """A mean is of steps that all seeds validated and of their ends; no line leads over the first tenth of a run."""
+    runs = [read(tmp_path / "a.jsonl", steps=(1, 400), scores={0: 9, 40: 5, 100: 4, 300: 3, 400: 2}),
+            read(tmp_path / "b.jsonl", steps=(1, 300), seed=2, scores={0: 9, 100: 3, 200: 2.5, 300: 1})]
+    assert plot.mean_curve(runs, "step") == {0: (0, 9), 100: (100, 3.5), 300: (300, 2), 400: (350, 1.5)}
+    assert plot.mean_curve(runs, "seconds")[400] == pytest.approx((315, 1.5))
+    lines = list(plot.lines_of(runs, "step", "val_bpb"))
+    assert [style for style, _ in lines] == [*["validation of one seed", "score of the compressed model"] * 2, "mean of the seeds"]
+    early, late = (points for style, points in lines if style == "validation of one seed")
+    assert early[0].tolist() == [0, 40, 100, 300, 400]
+    assert late[0].tolist()[0] == 0 and np.isnan(late[:, 1]).all() and late[0].tolist()[2:] == [100, 200, 300]
+    killed = read(tmp_path / "c.jsonl", seed=3, scores={0: 9, 100: 3}, final=False)
+    assert list(plot.mean_curve([*runs, killed], "step")) == [0, 100]
 
 
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     write_log(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5, 7), final=False, shift=9)
     write_log(tmp_path / "run.05.jsonl", final=False, shift=90)  # of the run "run.05"
     run = read(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)
-    assert plot.curve(run, "train", "step", "loss").tolist() == [[1, 2, 3, 4, 5, 6], [13, 12, 11, 1, 0, -1]]
+    assert [*plot.curve(run, "step", "train_loss").values()] == [(1, 13), (2, 12), (3, 11), (4, 1), (5, 0), (6, -1)]
     again = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # validated again on resuming
     write_lines(write_log(tmp_path / "run.jsonl", steps=(3, 4), resume=2), again, append=True)
     run = plot.read_run(str(tmp_path / "run.jsonl"))
-    assert plot.curve(run, "val", "step", "loss").tolist() == [[2, 4], [7, 2]]
+    assert plot.curve(run, "seconds", "val_bpb") == {2: (2, 7), 4: (4, 1)}
     run = read(tmp_path / "run.jsonl", steps=(1, 2))  # without RESUME, the older log is another run's
-    assert plot.curve(run, "train", "step", "loss")[0].tolist() == [1, 2]
+    assert list(plot.curve(run, "step", "train_loss")) == [1, 2]
 
 
 def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
@@ -79,16 +106,76 @@ def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp
                               ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
         run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=f"run: {sys.executable} -m pip install matplotlib"):
+        run_script(monkeypatch, plot, *runs)
 
 
-@pytest.mark.parametrize("changes, panels", [
-    ([{}], [("step", "loss")]), ([{}, {"seed": 2}], [("step", "loss")]),
-    ([{}, {"lr": 1}], [("step", "loss"), ("seconds", "loss"), ("step", "val_bpb"), ("seconds", "val_bpb")]),
-    ([{}, {"data": "other"}], [("step", "val_bpb"), ("seconds", "val_bpb")]),
-    ([{}, {"data": "other", "batch": 2000}], [("tokens", "val_bpb"), ("seconds", "val_bpb")])])
-def test_one_line_has_one_panel_and_losses_of_other_texts_are_not_compared(tmp_path, changes, panels):
-    runs = [read(tmp_path / f"{i}.jsonl", **more) for i, more in enumerate(changes)]
-    assert plot.panels_of(plot.groups_of(runs)) == panels
+@pytest.mark.parametrize("changes, rows, columns", [
+    ([{"epoch": 9, "scores": {2: 1, 4: 3}}], ["val_bpb", "train_loss"], ["step"]), ([{}, {"seed": 2}], ["val_bpb", "train_loss"], ["step"]),
+    ([{}, {"lr": 1}], ["val_bpb", "train_loss"], ["step", "seconds"]), ([{}, {"data": "b"}], ["val_bpb"], ["step", "seconds"]),
+    ([{"steps": (1,)}], ["train_loss"], ["step"]), ([{"steps": (), "scores": {0: 2}, "final": False}], ["val_bpb"], ["step"]),
+    ([{"lr": number} for number in range(11)], ["val_bpb", "train_loss"], ["step", "seconds"]),
+    ([{}, {"data": "b", "batch": 2000}], ["val_bpb"], ["tokens", "seconds"])])
+def test_each_mark_has_a_legend_and_losses_of_other_texts_are_not_compared(tmp_path, monkeypatch, changes, rows, columns):
+    groups = plot.groups_of([read(tmp_path / f"{i}.jsonl", **more) for i, more in enumerate(changes)])
+    assert plot.panels_of(groups) == (rows, columns)
+    texts, open_figure = [], pytest.importorskip("matplotlib.figure").Figure
+
+    class Seen(open_figure):
+        def legend(self, handles, labels, **more):
+            texts.extend(labels)
+            return super().legend(handles, labels, **more)
+
+    monkeypatch.setattr("matplotlib.figure.Figure", Seen)
+    plot.draw(groups, tmp_path / "x.png")
+    marks = {style for members in groups.values() for y in rows for style, points in plot.lines_of(members, columns[0], y)}
+    marks |= {"lowest validation"} if changes[0].get("epoch") else set()
+    assert marks == set(texts) & set(plot.STYLES)
+    assert len(texts) == len(marks) + (len(groups) if len(groups) > 1 else 0)
+
+
+def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(SystemExit, match="plot.py: there is no run in logs/ yet"):
+        run_script(monkeypatch, plot)
+    for time_s, name in enumerate(("old", "wd0.05", "new.1767225600000000000", "new")):
+        path = write_log(tmp_path / "logs" / f"{name}.jsonl")
+        os.utime(path, (time_s, time_s))
+    for name in ("", "new", "logs/new.jsonl", "logs/new.txt"):
+        assert events.find_log(name) == Path("logs/new.jsonl")
+    assert events.find_log("wd0.05").is_file()
+    for script, words in ((plot, []), (events, []), (track, ["wandb"])):
+        for name in ("nosuch", "logs/nosuch.txt"):
+            message = rf"^{script.__name__}.py: '{name}' is neither a file nor a RUN_ID in logs/; there are: new, wd0.05, old$"
+            with pytest.raises(SystemExit, match=message):
+                run_script(monkeypatch, script, *words, name)
+    run_script(monkeypatch, plot)
+    assert (tmp_path / "logs" / "new.png").is_file()
+
+
+def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+
+    def summary(**changes):
+        return events.summarize(write_log(tmp_path / "a b.jsonl", **changes))
+
+    plain = summary()
+    assert "\nbest" not in plain
+    lines = plain.partition("\nnext      ")[2].splitlines()
+    assert lines[0] == ".venv/bin/python tools/sample.py 'a b' --interactive"
+    assert "python train_gpt.py --help" in lines[2] and len(lines) == 3
+    assert ".venv/bin/python data/prepare.py FOLDER" in summary(data="fineweb10B_sp1024")
+    assert "\nbest      1.0000 bits per byte, at step 2; the model is that of the last step, 4, with 3.0000\n" in summary(
+        scores={0: 9, 2: 1, 4: 3})
+    quick = {"data": "x/sotu_sp1024", "overrides": {"MLP_MULT": ["3", "@records/presets/quick.env"]}}
+    assert "/run.sh --preset cpu_1mb_avx2 " in summary(**quick) and "--preset cpu_1mb " in summary(**quick, dtype="bfloat16")
+    for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
+                          (1, "          .venv/bin/python tools/plot.py 'a b' ")):
+        monkeypatch.setattr(events, "find_spec", lambda name: found)
+        assert wanted in summary()
 
 
 @pytest.mark.parametrize("content, wanted", [

@@ -1,44 +1,56 @@
-"""Draw the losses of one run of train_gpt.py, or compare several.
+"""Draw one run of train_gpt.py, or compare several.
 
-    python tools/plot.py first                                  a RUN_ID in logs/: write logs/first.png
-    python tools/plot.py first second third --out compared.pdf  also .svg, or any other format of matplotlib
-    python tools/plot.py records/*/*/train_seed*.jsonl          also paths of .jsonl logs
+    python tools/plot.py                                        the newest run in logs/: write logs/RUN_ID.png
+    python tools/plot.py first second --out compared.pdf        RUN_IDs in logs/; also .svg, or another format of matplotlib
+    python tools/plot.py records/*/*/train_seed*.jsonl          also paths of logs
 
-Runs of one script and one text that differ only in SEED become one line, their mean, in a band from the smallest to the
-largest. Thin lines are the training loss of single steps, the thick ones over them their moving mean, dots validations, and
-stars the scores of the artifacts. A dotted line marks the lowest validation of a run that learnt its text by heart. Losses
-per token are only compared between runs of one vocabulary and one text.
+Dots are validations. Runs of one script and one text that differ only in SEED share a colour: each has a thin line, and their
+mean, at the steps that all of them validated and at the mean of their ends, a thick one. The training loss is drawn below,
+unless the runs differ in text or vocabulary. Runs are named by preset and settings, seeds of a record by the record.
 """
 
 import argparse
 import json
+import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, read_history, warn_of_overfitting
+from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, interpreter, read_history, warn_of_overfitting
 
-# Runs that differ only in these settings are seeds of one line.
-SAME_LINE = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
-AXIS_TITLES = {"step": "steps", "tokens": "tokens (millions)", "seconds": "training clock (s)",
-               "loss": "loss (nats per token)", "val_bpb": "bits per byte of the validation text"}
+# Runs that differ only in these settings are seeds of one group.
+SAME_GROUP = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
+UNNAMED = SAME_GROUP | {"TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"}  # the last three follow from DATA_PATH
 ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs that share these can compare losses
 MAX_LABEL = 60  # characters
+LATE = 0.1  # of a run: no line leads from step 0 to a first validation that is later
+BEGINNING = 0.04  # of a run: its values may leave the panel, since they would flatten the rest
+AXIS_TITLES = {"step": "step", "tokens": "training tokens (millions)", "seconds": "training time (s)",
+               "val_bpb": "validation (bits per byte)", "train_loss": "training loss (nats per token)"}
+STYLES = {
+    "validation": {"linewidth": 1.4, "marker": "o", "markersize": 4},
+    "validation of one seed": {"linewidth": 0.6, "marker": ".", "markersize": 4, "alpha": 0.7},
+    "mean of the seeds": {"linewidth": 2, "marker": "o", "markersize": 5},
+    "score of the compressed model": {"linestyle": "none", "marker": "*", "markersize": 11, "markerfacecolor": "none"},
+    "lowest validation": {"linewidth": 1.4, "linestyle": ":"},
+    "training loss of single steps": {"linewidth": 0.6, "alpha": 0.4},
+    "moving mean of the training loss": {"linewidth": 1.4},
+}
 
 
 class Run(NamedTuple):
-    """The events of one log and of the logs from before it was resumed. The first is the "config" event."""
+    """What is drawn of a run."""
     name: str
-    events: list[dict]
-
-    @property
-    def settings(self) -> dict:
-        return self.events[0]["config"]
+    record: str  # the record that it is a seed of, or ""
+    settings: dict
+    score: float | None  # bits per byte of the compressed model
+    events: list[dict]  # also those from before it was resumed; the first is "config"
 
 
 def read_run(name: str) -> Run:
-    """Read a .jsonl log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
+    """Read a log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
     path = find_log(name)
     try:
         events = read_history(path)
@@ -46,59 +58,77 @@ def read_run(name: str) -> Run:
             raise ValueError("it has no steps yet")
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a .jsonl log of a run of train_gpt.py: {error!r}") from None
-    return Run(f"{path.parent.name} {path.stem}" if "train_seed" in path.stem else path.stem, events)
+    record = path.parent.name.partition("_")[2] if path.stem.startswith("train_seed") else ""  # its folder is DATE_NAME
+    name = path.stem if path.parent == Path("logs") else str(path.with_suffix(""))
+    score = next((event["val_bpb"] for event in events if event["event"] == "final"), None)
+    return Run(name, record, events[0]["config"], score, events)
+
+
+def describe(run: Run, differing: list[str]) -> str:
+    """Return the run's record; or its preset and its values of the differing settings, or if there are none, its data set and
+    the settings that were given."""
+    if run.record:
+        return run.record
+    origins = {name: origin for name, (_, origin) in run.events[0].get("overrides", {}).items()}
+    words = sorted({f"preset {Path(origin[1:]).stem}" for origin in origins.values() if origin.startswith("@")})
+    given = [name for name, origin in origins.items() if origin in ("argument", "environment")]
+    for name in differing or dict.fromkeys(["DATA_PATH", *given]):
+        value = run.settings.get(name)
+        if name not in UNNAMED and value is not None:
+            words.append(Path(value).name if name == "DATA_PATH" else f"{name}={value}")
+    return textwrap.shorten(", ".join(words), MAX_LABEL, placeholder=" ...")
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
-    """Return the runs by label. Runs of one script and one text with different seeds, which differ only in settings of
-    SAME_LINE, share a label. It says in which settings they differ from the others, or else which run is their first."""
+    """Return the runs by label. Runs of one script and one text that differ only in settings of SAME_GROUP share a label."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
-        settings = {name: value for name, value in run.settings.items() if name not in SAME_LINE}
+        settings = {name: value for name, value in run.settings.items() if name not in SAME_GROUP}
         code = [event.get("code_sha256") for event in run.events if event["event"] == "export"]
         key = json.dumps([settings, code, run.events[0].get("data_sha256")], sort_keys=True)
         while any(other.settings["SEED"] == run.settings["SEED"] for other in by_key.get(key, [])):  # it is no other seed
             key += " again"
         by_key.setdefault(key, []).append(run)
-    firsts = [members[0].settings for members in by_key.values()]
-    names = sorted({name for settings in firsts for name in settings} - SAME_LINE)
-    differing = [name for name in names if len({str(settings.get(name)) for settings in firsts}) > 1]
-    groups, labels = {}, set()
-    for members in by_key.values():
-        settings = members[0].settings
-        label = " ".join(f"{name}={settings[name]}" for name in differing if name in settings)
-        if not label or len(label) > MAX_LABEL or label in labels:
-            label = members[0].name
-        labels.add(label)
-        label = ("run " * label.startswith("_") + label).replace("$", r"\$")  # matplotlib hides one, and reads the other
+    firsts = [members[0] for members in by_key.values()]
+    names = sorted({name for run in firsts for name in run.settings} - UNNAMED)
+    differing = [name for name in names if len({str(run.settings.get(name)) for run in firsts}) > 1]
+    labels = [describe(run, differing) for run in firsts]
+    groups = {}
+    for label, members in zip(labels, by_key.values()):
+        if labels.count(label) > 1:
+            label += f" ({members[0].name})"
         if len(members) > 1:
-            label += f", {len(members)} runs"
-        groups[f"{label} ({len(groups)})" if label in groups else label] = members
+            label += f", {len(members)} seeds"
+        groups[label.lstrip("_").replace("$", r"\$")] = members  # matplotlib hides the one, and reads the other
     return groups
 
 
-def curve(run: Run, kind: str, x: str, y: str) -> np.ndarray:
-    """Return x and y, (2, N), of a run's "train" or "val" events: "loss" or "val_bpb" against "step", "seconds" or
-    "tokens", in millions. Values that were not finite are left out."""
+def curve(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
+    """Return (x, y) by step, of a run's "val_bpb" or "train_loss" against "step", "seconds", or "tokens" in millions. Values
+    that were not finite are left out."""
     source = "train_time_ms" if x == "seconds" else "step"
     scale = {"step": 1, "seconds": 1e-3, "tokens": run.settings["TRAIN_BATCH_TOKENS"] / 1e6}[x]
-    name = f"{kind}_loss" if y == "loss" else y
-    points = [(event[source] * scale, event[name]) for event in run.events
-              if event["event"] == kind and event.get(name) is not None]
-    return np.array(points, dtype=float).reshape(-1, 2).T
+    kind = y.partition("_")[0]
+    return {event["step"]: (event[source] * scale, event[y]) for event in run.events
+            if event["event"] == kind and event.get(y) is not None}
 
 
-def band(members: list[Run], kind: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the x (N,) of a group's first run where all its runs have values, up to the last one that they all have,
-    and the values (runs, N), interpolated there. N is 0 if a run has no values. See `curve` for the other arguments."""
-    curves = [curve(run, kind, x, y) for run in members]
-    if any(across.size == 0 for across, _ in curves):
-        return np.zeros(0), np.zeros((len(members), 0))
-    low = max(across[0] for across, _ in curves)
-    high = min(across[-1] for across, _ in curves)
-    grid = curves[0][0]
-    grid = np.append(grid[(grid >= low) & (grid < high)], high)
-    return grid, np.stack([np.interp(grid, across, values) for across, values in curves])
+def mean_curve(members: list[Run], x: str) -> dict[int, tuple[float, float]]:
+    """Return the means of the seeds' x and bits per byte by step, at the steps that all of them validated. If all have ended,
+    the mean of their ends follows."""
+    curves = [curve(run, x, "val_bpb") for run in members]
+    steps = [[step] * len(curves) for step in sorted(set.intersection(*map(set, curves)))]
+    if all(curves) and all(run.score is not None for run in members):
+        steps.append([max(points) for points in curves])
+    return {max(own): tuple(np.mean([points[step] for points, step in zip(curves, own)], axis=0)) for own in steps}
+
+
+def connected(points: dict[int, tuple[float, float]]) -> np.ndarray:
+    """Return x and y, (2, N), of the points in their order, with a gap after step 0 if the next point is late in the run."""
+    steps, values = [*points], np.array([*points.values()], dtype=float).reshape(-1, 2).T
+    if len(steps) > 1 and steps[0] == 0 and steps[1] > LATE * steps[-1]:
+        values = np.insert(values, 1, np.nan, axis=1)
+    return values
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -107,91 +137,99 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.array([values[max(0, end - width):end].mean() for end in range(1, len(values) + 1)])
 
 
-def draw_panel(axes, groups: dict[str, list[Run]], x: str, y: str) -> None:
-    """Draw a quantity, "loss" or "val_bpb", of all groups against `x`. The first values may leave the panel: they would
-    flatten the rest."""
-    from matplotlib import colormaps
+def lines_of(members: list[Run], x: str, y: str):
+    """Yield a name in STYLES, and x and y (2, N), of each line and mark of a group in a panel."""
+    for run in members:
+        points = connected(curve(run, x, y))
+        if y == "val_bpb":
+            yield "validation" if len(members) == 1 else "validation of one seed", points
+            if run.score is not None and points.size:
+                yield "score of the compressed model", np.array([[points[0, -1]], [run.score]])
+        elif points.size:
+            if len(members) == 1:
+                yield "training loss of single steps", points
+            yield "moving mean of the training loss", np.stack([points[0], smooth(points[1])])
+    if len(members) > 1 and y == "val_bpb":
+        yield "mean of the seeds", connected(mean_curve(members, x))
+
+
+def panels_of(groups: dict[str, list[Run]]) -> tuple[list[str], list[str]]:
+    """Return y of each row of panels and x of each column: steps for one group; else steps, or tokens if the steps differ in
+    size, and time."""
+    runs = [run for members in groups.values() for run in members]
+    same_size = len({run.settings["TRAIN_BATCH_TOKENS"] for run in runs}) == 1
+    one_text = len({tuple(run.settings.get(name) for name in ONE_TEXT) for run in runs}) == 1
+    wanted = ["val_bpb", "train_loss"] if one_text else ["val_bpb"]
+    rows = [y for y in wanted if any(curve(run, "step", y) for run in runs)] or ["train_loss"]
+    return rows, ["step"] if len(groups) == 1 else ["step" if same_size else "tokens", "seconds"]
+
+
+def outcome(members: list[Run]) -> str:
+    """Return the bits per byte of a group's compressed models, or ""."""
+    scores = [run.score for run in members if run.score is not None]
+    deviation = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+    return f": {statistics.mean(scores):.4f}{deviation} bits per byte" if scores else ""
+
+
+def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str) -> None:
+    """Draw a quantity of all groups, and choose the limits of its axis."""
     shown = []
-    for number, (label, members) in enumerate(groups.items()):
-        colour = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / (len(groups) - 1))  # a cycle has ten
-        for kind in ("train", "val") if y == "loss" else ("val",):
-            across, values = band(members, kind, x, y)
-            if len(across) == 0:
-                continue
-            mean = values.mean(axis=0)
-            if kind == "train":
-                axes.plot(across, mean, color=colour, linewidth=0.6, alpha=0.35)
-                axes.plot(across, smooth(mean), color=colour, linewidth=1.6, label=label)
-            else:
-                axes.plot(across, mean, color=colour, linewidth=1.2, marker="o", markersize=4, label=label)
-            if len(members) > 1:
-                axes.fill_between(across, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, linewidth=0)
-            shown.append(values[:, (across > 0.04 * across.max()) | (len(across) < 3)].ravel())
-        for run in members:
-            ends, _ = curve(run, "val", x, y)
-            scores = [event["val_loss" if y == "loss" else y] for event in run.events if event["event"] == "final"]
-            if len(ends) and scores and scores[0] is not None:
-                axes.plot(ends[-1], scores[0], "*", color=colour, markersize=9, markeredgecolor="black", markeredgewidth=0.5)
-                shown.append(np.array(scores))
+    for colour, members in zip(colours, groups.values()):
+        for style, (across, values) in lines_of(members, x, y):
+            axes.plot(across, values, color=colour, label=style, **STYLES[style])
+            late = across > BEGINNING * np.nanmax(across, initial=0)
+            shown.append(values[late] if late.any() and not members[0].settings.get("INIT_FROM") else values)
+        for run in members if len(groups) == 1 and y == "val_bpb" else []:
+            if warn_of_overfitting(run.events):
+                across, _ = min(curve(run, x, y).values(), key=lambda point: point[1])
+                axes.axvline(across, color=colour, label="lowest validation", **STYLES["lowest validation"])
+    low, high = (limit(np.concatenate(shown)) for limit in (np.nanmin, np.nanmax))
+    margin = 0.06 * (high - low) or 0.01
+    axes.set(xlabel=AXIS_TITLES[x], ylabel=AXIS_TITLES[y], ylim=(low - margin, high + margin))
+    axes.label_outer()
     axes.grid(alpha=0.3)
-    axes.set(xlabel=AXIS_TITLES[x], ylabel=AXIS_TITLES[y])
-    if shown:
-        values = np.concatenate(shown)
-        low, high = values.min(), np.quantile(values, 0.98)
-        if high > low:
-            axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
-
-
-def panels_of(groups: dict[str, list[Run]]) -> list[tuple[str, str]]:
-    """Return x and y of each panel: one for a single line; else steps, or tokens if the steps differ in size, and time."""
-    if len(groups) == 1:
-        return [("step", "loss")]
-    settings = [run.settings for members in groups.values() for run in members]
-    x = "step" if len({each["TRAIN_BATCH_TOKENS"] for each in settings}) == 1 else "tokens"
-    is_one_text = len({tuple(each.get(name) for name in ONE_TEXT) for each in settings}) == 1
-    return [(across, y) for y in (["loss"] if is_one_text else []) + ["val_bpb"] for across in (x, "seconds")]
 
 
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
     """Write a picture in the format of the file's ending. Raises ImportError without matplotlib, ValueError for a format
     that it does not have, and OSError."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
-    panels = panels_of(groups)
-    rows, columns = (1, 1) if len(panels) == 1 else (len(panels) // 2, 2)
-    picture = Figure(figsize=(7.2 * columns, 4.5 * rows + 0.5), dpi=125, layout="constrained")
-    for axes, (x, y) in zip(picture.subplots(rows, columns, squeeze=False).flat, panels):
-        draw_panel(axes, groups, x, y)
-    axes = picture.axes[0]
-    handles, labels = axes.get_legend_handles_labels()
+    from matplotlib.lines import Line2D
+    rows, columns = panels_of(groups)
+    heights = [3.4 if y == "val_bpb" else 2.2 for y in rows]
+    picture = Figure(figsize=(8, sum(heights) + 0.9 + 0.2 * len(groups)), dpi=100, layout="constrained")
+    panels = picture.subplots(len(rows), len(columns), sharex="col", sharey="row", height_ratios=heights, squeeze=False)
+    palette = colormaps["tab10"] if len(groups) <= 10 else colormaps["turbo"].resampled(len(groups))
+    colours = [palette(number) for number in range(len(groups))]
+    for (row, column), axes in np.ndenumerate(panels):
+        draw_panel(axes, groups, colours, columns[column], rows[row])
+    labels = [label + outcome(members) for label, members in groups.items()]
     if len(groups) == 1:
-        label, = groups
-        memory = max(event.get("mem_mib") or 0 for run in groups[label] for event in run.events)
-        axes.set_title(label + f"; peak memory {memory:,} MiB" * (memory > 0), fontsize=10)
-        titles = ["validation" if h.get_marker() == "o" else "training" for h in handles]
-        if warn_of_overfitting(groups[label][0].events):
-            steps, values = curve(groups[label][0], "val", *panels[0])
-            handles.append(axes.axvline(steps[values.argmin()], color="black", linestyle=":"))
-            titles.append("lowest validation")
-        axes.legend(handles, titles, loc="upper right")
+        picture.suptitle(labels[0], fontsize=11)
     else:
-        by_label = dict(zip(labels, handles))
-        picture.legend(by_label.values(), by_label.keys(), loc="outside upper center",
-                       ncols=max(1, 80 * columns // (max(map(len, groups)) + 8)))
+        handles = [Line2D([], [], color=colour, linewidth=4) for colour in colours]
+        picture.legend(handles, labels, loc="outside upper left", fontsize="small")
+    used = {line.get_label() for axes in panels.flat for line in axes.lines}
+    styles = {style: how for style, how in STYLES.items() if style in used}
+    handles = [Line2D([], [], color=colours[0] if len(groups) == 1 else "0.35", **how) for how in styles.values()]
+    picture.legend(handles, list(styles), loc="outside lower center", ncols=3, fontsize="small")
     picture.savefig(out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="RUN_ID in logs/, or a .jsonl log")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="RUN_ID in logs/, or a log (default: the newest in logs/)")
     parser.add_argument("--out", type=Path, help="file for the picture (default: that of the first log, as .png)")
     options = parser.parse_args()
     try:
-        groups = groups_of([read_run(name) for name in options.runs])
-        out = options.out or find_log(options.runs[0]).with_suffix(".png")
+        paths = [find_log(name) for name in options.runs or [""]]
+        groups = groups_of([read_run(str(path)) for path in paths])
+        out = options.out or paths[0].with_suffix(".png")
         draw(groups, out)
         print(out)
     except ImportError as error:
-        sys.exit(f"plot.py: {error}; run: pip install matplotlib")
+        sys.exit(f"plot.py: {error}; run: {interpreter()} -m pip install matplotlib")
     except (ValueError, OSError) as error:
         sys.exit(f"plot.py: {error}")
 
