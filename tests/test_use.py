@@ -155,6 +155,25 @@ def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
     assert list(sample.generate(model, ids[:3], ids[8], options, generators[2])) == ids[3:ids.index(ids[8], 3)]
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_sample_without_a_prompt_is_not_empty(trained, capsys, temperature):
+    """Although the model would end each document at once."""
+    model = sample.load(trained[0] / "final_model.int8.ptz")
+    tokenizer = sample.find_tokenizer(model, trained[0] / "final_model.int8.ptz")
+    compute = model.logits
+
+    def likes_the_end(x):
+        logits = compute(x)
+        logits[..., tokenizer.bos] = 100
+        return logits
+
+    model.logits = likes_the_end
+    options = argparse.Namespace(temperature=temperature, top_k=0, top_p=1, length=300)
+    for prompt, least, most in (("", 80, 90), ("fox", 3, 3)):
+        sample.write_sample(model, tokenizer, prompt, options, torch.Generator().manual_seed(1))
+        assert least <= len("".join(capsys.readouterr().out.split())) <= most
+
+
 def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, call):
     folder, _ = trained
     model = folder / "final_model.int8.ptz"

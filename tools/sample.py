@@ -3,15 +3,16 @@
     python tools/sample.py --prompt "Fellow citizens," --samples 3     with the model of the last run
     python tools/sample.py RUN_ID --interactive                        one prompt per line; Ctrl-D ends
 
-A sample ends where the model ends the document, or after --length tokens. final_model.pt and older artifacts do not contain
-their settings: add all of those that the training set, and its DTYPE, such as DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192
-NUM_HEADS=4 TOKENIZER_PATH=... (see the config event in the .jsonl log).
+A sample ends where the model ends the document, or after --length tokens. Without --prompt, it has at least 80 visible
+characters if --length allows. final_model.pt and older artifacts do not contain their settings: add all of those that the
+training set, and its DTYPE, such as DTYPE=bfloat16 NUM_LAYERS=4 MODEL_DIM=192 NUM_HEADS=4 TOKENIZER_PATH=... (see the config
+event in the .jsonl log).
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +27,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of thes
 import train_gpt  # noqa: E402
 from events import read_events  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
+
+SHORTEST = 80  # visible characters of a sample without a prompt
 
 
 def newest_models() -> Iterator[Path]:
@@ -106,13 +109,17 @@ def choose(logits: Tensor, options, generator: torch.Generator) -> int:
 
 
 @torch.inference_mode()
-def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator: torch.Generator) -> Iterator[int]:
-    """Yield the tokens that continue `ids` (at least one), until the document ends or there are `options.length`. Each
-    token reads the text again, at most its last TRAIN_SEQ_LEN tokens."""
+def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator: torch.Generator,
+             may_end: Callable[[], bool] = lambda: True) -> Iterator[int]:
+    """Yield the tokens that continue `ids` (at least one), until the document ends, which it does not do before `may_end`, or
+    there are `options.length`. Each token reads the text again, at most its last TRAIN_SEQ_LEN tokens."""
     ids = list(ids)
     for _ in range(options.length):
         x = model.hidden(torch.tensor([ids[-model.config.train_seq_len:]]))[:, -1:]
-        token = choose(model.logits(x)[0, 0, :model.config.vocab_size], options, generator)
+        logits = model.logits(x)[0, 0, :model.config.vocab_size]
+        if not may_end():
+            logits[bos] = -math.inf
+        token = choose(logits, options, generator)
         if token == bos:
             return
         yield token
@@ -120,12 +127,17 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
 
 
 def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, options, generator: torch.Generator) -> None:
-    """Print the prompt and what follows it, each token as it comes."""
+    """Print the prompt and what follows it, each token as it comes. Without a prompt, a document ends only after SHORTEST
+    visible characters: some texts begin with blank lines, or have empty documents."""
     ids = tokenizer.encode([prompt], 1)[0].tolist() if prompt else []
     print(prompt, end="", flush=True)
     text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
     shown = len(text)
-    for token in generate(model, [tokenizer.bos, *ids], tokenizer.bos, options, generator):
+
+    def may_end() -> bool:
+        return bool(prompt) or len("".join(text.split())) >= SHORTEST
+
+    for token in generate(model, [tokenizer.bos, *ids], tokenizer.bos, options, generator, may_end):
         ids.append(token)
         text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
         whole = text.rstrip("\ufffd")  # a character can have several tokens
