@@ -117,7 +117,8 @@ def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     cut = cut_at(text, separator, lambda: reader.uncut.append(str(path))) if separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(cut, 1):
         is_binary = part.count("\0") > len(part) // 10  # ASCII in UTF-16 without its mark is valid UTF-8
-        yield None if is_binary else part, f"{path}, document {number} is not UTF-8 text: name its --encoding, extract its text, or take --skip-bad"
+        bad = f"{path}, document {number} is not UTF-8 text: name its --encoding, extract its text, or take --skip-bad"
+        yield None if is_binary else part, bad
 
 
 def find_text(row: object, key: str) -> tuple[object, str]:
