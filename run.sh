@@ -140,7 +140,8 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
 fi
 
 if [[ $preset = records/presets/quick.env && $tokens -lt $MANY_TOKENS ]]; then
-  steps=$((10 * tokens / 4096 + 1))
+  batch=$(sed -n 's/.* TRAIN_BATCH_TOKENS=\([0-9]*\) .*/\1/p' <<< "$given")
+  steps=$((10 * tokens / ${batch:-${TRAIN_BATCH_TOKENS:-4096}} + 1))
   dropout=0.1
   [ "$tokens" -ge $FEW_TOKENS ] || dropout=0.3
   echo "The training text has $tokens tokens, few for this model: unless you set others, DROPOUT=$dropout, and ITERATIONS=$steps," \

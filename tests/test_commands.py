@@ -135,7 +135,7 @@ def test_run_sh_trains_and_says_what_it_left(checkout):
 @pytest.mark.parametrize("gpus, words, says", [
     (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env"),
     (2, [], "--nproc_per_node=1 train_gpt.py DROPOUT=0.3"), (2, ["INIT_FROM=mine"], "--nproc_per_node=2 train_gpt.py RUN_ID="),
-    (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=4 @records/presets/quick.env"), (0, ["--preset", "cpu_1mb"], "cpu_1mb.env")])
+    (0, ["TRAIN_BATCH_TOKENS=2048"], "ITERATIONS=69 "), (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=4 @records/presets/quick.env"), (0, ["--preset", "cpu_1mb"], "cpu_1mb.env")])
 def test_run_sh_trains_briefly_on_a_small_text(checkout, gpus, words, says):
     """With dropout, on one GPU; a hostile manifest is no code."""
     data = make_shards(checkout)
