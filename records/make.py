@@ -4,7 +4,6 @@
         --base track_10min_1mb_cpu/2026-01-31_Control MLP_MULT=3             on the base's settings
     python records/make.py ... --runs RUN_ID,RUN_ID,RUN_ID                   of runs in logs/ that differ only in SEED
     python records/make.py --again records/track_open/2026-01-31_Wider       write its claims and texts again
-    python records/make.py --leaderboard                                     write the tables of records/README.md
 
 After an interruption, run the same command again: seeds that have finished with these settings and this script are kept, and
 an unfinished one starts again. The runs are called NAME_seedN.
@@ -23,24 +22,23 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir
-from hashlib import sha256
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from common import (ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages,  # noqa: E402
-                    score, table)
+from common import (  # noqa: E402
+    ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages, score, table,
+)
 
 import train_gpt  # after common, which finds it  # noqa: E402
-from claims import AUTHORED, NOTES, make_claims, render  # noqa: E402
 from events import RULE, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
-from rules import (FOLDER_NAME, HTML, UNSAFE, Findings, check_division, check_request, check_script, find_table, load_track,  # noqa: E402
-                   other_seeds, read_history, script_line)
-from verify import SMALL_ARTIFACT, report  # noqa: E402
+from rescore import read_data  # noqa: E402
+from rules import FOLDER_NAME, Findings, check_request, load_base, load_track, read_history, script_line  # noqa: E402
+from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
+KINDS = {"CPU, bfloat16": "By default, these are CPUs with AVX512-BF16 or AMX. ", "CPU, float32": "By default, these are other CPUs. "}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 
@@ -75,28 +73,30 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]
     problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
     problems.check(all(re.fullmatch(r"0|[1-9]\d*", seed) for seed in seeds) and len(set(seeds)) == len(seeds),
                    f"--seeds {','.join(seeds)} must be different numbers")
-    problems.check(not UNSAFE & set(options.author) and not HTML & set(options.blurb), "--author has | < or >, or --blurb < or >")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
-    problems += check_script((ROOT / "train_gpt.py").read_text(encoding="utf-8"))
     config, given = train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
     problems.check(not config.val_tokens, "VAL_TOKENS scores a part of the validation text")
     names = [*given, "MAX_WALLCLOCK_SECONDS", *track.get("settings", {})]
     planned = {name: getattr(config, name.lower()) for name in names}
     check_request(track, options.division, len(seeds), planned, problems)
-    other_seeds(folder, options.base, options.division, problems)
+    load_base(folder, options.base, options.division, problems)
     if track.get("divisions") and not problems:
-        with chdir(ROOT):
-            validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-            path = Path(config.tokenizer_path)
-            digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
-        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len, "TOKENIZER_SHA256": digest}, "val_tokens": validation.count,
-                "val_bytes": validation.bytes, "data_sha256": validation.data_sha256}
-        seen["table"] = find_table(track["divisions"][options.division]["scored"], seen)
-        check_division(seen, options.division, problems)
+        if not any((ROOT / config.data_path).glob("*_val_*.bin")):
+            command = data_command(track["divisions"][options.division], config)
+            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin; get the data: {command}")
+        read_data(config, track, options.division, problems)
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def data_command(division: dict, config) -> str:
+    """Return the command that gets the data of a division, in the tokenizer that fits the settings best."""
+    def fit(tokenizer: str) -> tuple[bool, bool]:
+        return re.sub(r"\D", "", tokenizer) == str(config.vocab_size), config.data_path.endswith(tokenizer)
+
+    return division.get("get", "").replace("TOKENIZER", max(division["scored"], key=fit))
 
 
 def run_seed(command: list[str], environment: dict[str, str]) -> int:
@@ -111,8 +111,8 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
 
 def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> list[str]:
     """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
-    environment = dict(os.environ)
-    if threads := load_track(folder).get("max_threads"):
+    environment, track = dict(os.environ), load_track(folder)
+    if threads := track.get("max_threads"):
         environment["OMP_NUM_THREADS"] = str(threads // options.ranks)
     run_ids = []
     for seed in seeds:
@@ -121,11 +121,15 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str])
         given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
         if has_finished(ROOT, run_id, given, options.ranks):
             print(f"{run_id} has already finished", flush=True)
-            continue
-        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
-        arguments = [f"{name}={text}" for name, text in given.items()]
-        if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
-            sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
+        else:
+            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
+            arguments = [f"{name}={text}" for name, text in given.items()]
+            if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
+                sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
+        export = next(event for event in read_events(ROOT / "logs" / f"{run_id}.jsonl") if event["event"] == "export")
+        size = export["artifact_bytes"] + export["code_bytes"]
+        if size > track.get("max_bytes", size):  # before the other seeds are trained
+            raise ValueError(f"{run_id} has {size:,} bytes, more than {track['max_bytes']:,}; raise EXPORT_CLIP, or lower EXPORT_BITS")
     return run_ids
 
 
@@ -200,30 +204,27 @@ def record_row(place: int, submission: dict, folder: str) -> list[str]:
     name = f"{submission['date']}_{submission['name']}"
     link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
     return [str(place), f"{score(submission):.4f} ± {deviation(scores):.4f}", str(len(scores)),
-            f"{submission['bytes_total']:,}", f"{submission['hardware']} ({submission['machine'].removeprefix('CPU, ')})",
-            "yes" if submission["is_best"] else "no", against, submission["author"], link]
+            f"{submission['bytes_total']:,}", submission["hardware"], "yes" if submission["is_best"] else "no", against,
+            submission["author"], link]
 
 
 def leaderboard(records: Path) -> str:
-    """Return the tables of all tracks: one for each division that has records, best first, and links to the ladders."""
+    """Return the tables of all tracks: one for each division and kind of machine that has records, best first."""
     lines = []
     for path in sorted(records.glob("track_*/track.json")):
         track, folder = load_track(path), path.parent
         submissions = [load_json(path) for path in folder.glob("*/submission.json")]
         submissions += [line for line in read_history(records) if line["track"] == folder.name]
-        ladders = sorted(path.parent.name for path in folder.glob("*/ladder.json"))
-        lines += [f"### [{track['title']}]({folder.name})", "", *(f"- [{name}]({folder.name}/{name})" for name in ladders)]
-        if ladders:
-            lines.append("")
-        elif not submissions:
+        lines += [f"### [{track['title']}]({folder.name})", ""]
+        if not submissions:
             lines += ["No record yet.", ""]
-        used = {submission["division"] for submission in submissions}
-        known = [name for name in track.get("divisions", {}) if name in used]
-        for division in [*known, *sorted(used - {*known})]:  # those of texts that are gone last
-            members = [submission for submission in submissions if submission["division"] == division]
+        for division, machine in sorted({(submission["division"], submission["machine"]) for submission in submissions}):
+            members = [submission for submission in submissions
+                       if (submission["division"], submission["machine"]) == (division, machine)]
             members.sort(key=lambda submission: (score(submission), submission["date"]))
             rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
-            lines += [f"Division `{division}`:", ""] if division else []
+            lines += [f"Division `{division}`, " * bool(division) + f"{machine}. {KINDS.get(machine, '')}Lower is better. Compare "
+                      "the rows of this table only. Each was tested against the best of the older ones.", ""]
             lines += [*table("| | bits per byte | seeds | bytes | machine | best at its time | against the best before it | by | "
                              "record |", rows), ""]
     return "\n".join(lines)
@@ -259,19 +260,15 @@ def main() -> None:
                         help="processes on this machine, started by torchrun")
     parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
-    parser.add_argument("--leaderboard", action="store_true", help="write the tables of records/README.md")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py, and @FILE with such lines")
     options = parser.parse_args()
-    if not (options.again or options.leaderboard or (options.track and options.name)):
-        parser.error("--track and --name are needed, or --again FOLDER, or --leaderboard")
+    if not (options.again or (options.track and options.name)):
+        parser.error("--track and --name are needed, or --again FOLDER")
     require_packages()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
     try:
         if options.base and not options.division:
             options.division = load_json(records / options.base / "submission.json")["division"]
-        if options.leaderboard:
-            write_leaderboard(records)
-            return
         if options.again:
             folder = options.again.resolve()
             submission = load_json(folder / "submission.json")

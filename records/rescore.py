@@ -1,135 +1,87 @@
-"""Score the artifacts of a record again: by the logits of the record's model, whose loss is computed here.
+"""Score the artifacts of a record again: by the logits of the record's model, whose loss score_logits.py computes.
 
-The script runs in a new folder with logits_server.py and one artifact. It sees no shards, and its own evaluation is not run.
-check_data hashes the shards and the tokenizer that track.json pins.
+The script runs in a new folder with one artifact and the validation tokens; its own evaluation is not used.
 """
 
+import json
 import math
 import os
-import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import chdir, suppress
+from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from common import ROOT
-from rules import Findings
+from rules import Findings, check_division, find_table, load_track
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
 PREFIX_LOGITS = 1e-3  # float32 logits of a row and of its beginning; 1.4e-5 was measured
-SAME_WEIGHTS = 0.5  # cosine of two seeds' largest tensors; honest ones have at most 0.043
-BATCH_TOKENS = 8192
 
 
-def check_data(seed: dict, findings: Findings) -> None:
-    """The shards and the tokenizer on this disk must be those that the division pins. The digests in a log come
-    from manifest.json, which can say anything, so the files themselves are hashed."""
-    settings = seed["settings"]
-    data_path = ROOT / settings["DATA_PATH"]
-    for split in ("train", "val"):
-        if pinned := seed["table"].get(f"{split}_shards_sha256"):
-            paths = sorted(data_path.glob(f"*_{split}_[0-9]*.bin"))
-            found = [sha256(path.read_bytes()).hexdigest() for path in paths]
-            findings.check(found == pinned, f"DATA_PATH={settings['DATA_PATH']}: the {split} shards on this "
-                           "disk are not the division's")
-    tokenizer = ROOT / settings["TOKENIZER_PATH"]
-    if pinned := seed["table"].get("tokenizer_sha256"):
-        found = sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
-        findings.check(found == pinned, f"TOKENIZER_PATH={settings['TOKENIZER_PATH']} on this disk is not the "
-                       "division's tokenizer")
-
-
-def read_validation(seed: dict):
-    """Return train_gpt.Validation of the text on this disk. Raises ValueError if a seed's log has other tokens or bytes."""
+def read_data(config, track: dict, division: str, findings: Findings):
+    """Return train_gpt.Validation of the data on this disk, whose tokens, bytes, shards and tokenizer must be those of the
+    division. A log has only the digests in manifest.json; the files may have changed since, so they are hashed here."""
     import train_gpt  # only here: it imports PyTorch
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
-    config, _ = train_gpt.load_config([f"{name}={seed['settings'][name]}" for name in names], {})
     with chdir(ROOT):
         validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-    if (validation.count, validation.bytes) != (seed["val_tokens"], seed["val_bytes"]):
-        raise ValueError("DATA_PATH or TOKENIZER_PATH on this disk are not those of the log")
+        tokenizer = Path(config.tokenizer_path)
+        digest = sha256(tokenizer.read_bytes() if tokenizer.is_file() else tokenizer.name.encode()).hexdigest()
+        shards = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
+        digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
+    if track.get("divisions"):
+        seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len, "TOKENIZER_SHA256": digest}, "data_sha256": digests,
+                "val_tokens": validation.count, "val_bytes": validation.bytes}
+        seen["table"] = find_table(track["divisions"][division]["scored"], seen)
+        reasons = Findings()
+        check_division(seen, division, reasons)
+        findings += [f"DATA_PATH={config.data_path}: {reason}" for reason in reasons]
     return validation
 
 
-def start_server(folder: Path, seed: dict, artifact: Path, place: Path, errors) -> subprocess.Popen:
-    """Start logits_server.py in the new folder `place`, with the record's script and the artifact."""
-    for path in (folder / "train_gpt.py", Path(__file__).with_name("logits_server.py")):
-        shutil.copy(path, place)
-    shutil.copy(artifact, place / "artifact.ptz")
+def score_artifact(folder: Path, seed: dict, tokens: np.ndarray) -> dict:
+    """Return what score_logits.py prints of a seed's artifact in a new process. Raises ValueError with its error."""
     settings = {key: value for key, value in seed["overrides"].items() if key != "ATTN"}  # the kernels of this machine
     settings |= {"INIT_FROM": "artifact.ptz", "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0",
                  "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
-    kept = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
-    environment = {key: os.environ[key] for key in kept if key in os.environ}
-    environment["OMP_NUM_THREADS"] = str(seed["threads"])
-    command = [sys.executable, "logits_server.py", *(f"{key}={value}" for key, value in settings.items())]
-    return subprocess.Popen(command, cwd=place, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copy(folder / "train_gpt.py", place)
+        shutil.copy(Path(__file__).with_name("score_logits.py"), place)
+        shutil.copy(folder / f"artifact_seed{seed['seed']}.int8.ptz", Path(place, "artifact.ptz"))
+        np.save(Path(place, "tokens.npy"), tokens)
+        command = [sys.executable, "score_logits.py", *(f"{key}={value}" for key, value in settings.items())]
+        environment = {"OMP_NUM_THREADS": str(seed["threads"]), **os.environ}
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
+    return json.loads(result.stdout.splitlines()[-1])  # the script may have printed, too
 
 
-def ask(server: subprocess.Popen, x: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return the logits, (rows, length, vocabulary), of rows of tokens. Raises ValueError if the server has ended."""
-    with suppress(BrokenPipeError):  # it has ended, and answers nothing
-        server.stdin.write(np.array(x.shape).tobytes() + x.tobytes())
-        server.stdin.flush()
-    answer = server.stdout.read(4 * x.size * vocabulary)
-    if len(answer) < 4 * x.size * vocabulary:
-        server.stdin.raw.close()  # what is still buffered has no reader
-        raise ValueError("the model gives no logits")
-    return np.frombuffer(answer, np.float32).reshape(*x.shape, vocabulary)
-
-
-def score_logits(server: subprocess.Popen, tokens: np.ndarray, settings: dict) -> tuple[float, float]:
-    """Return the loss of the server's logits in nats, summed over the tokens after the first, and the largest difference
-    between logits of rows and of their beginnings alone, which a model that sees later tokens or other rows would have. Raises
-    ValueError."""
-    from torch import from_numpy, nn
-    length, pad = settings["TRAIN_SEQ_LEN"], settings.get("VOCAB_PAD", 1)
-    vocabulary = math.ceil(settings["VOCAB_SIZE"] / pad) * pad
-    inputs, targets = (part.astype(np.int64).reshape(-1, length) for part in (tokens[:-1], tokens[1:]))
-    rows = max(1, BATCH_TOKENS // length)
-    nats, apart, batches = 0.0, 0.0, math.ceil(len(inputs) / rows)
-    watched = secrets.randbelow(min(8, batches))
-    for number, at in enumerate(range(0, len(inputs), rows)):
-        logits = ask(server, inputs[at:at + rows], vocabulary)
-        flat = from_numpy(logits.reshape(-1, vocabulary).copy())
-        nats += float(nn.functional.cross_entropy(flat, from_numpy(targets[at:at + rows].ravel()), reduction="sum"))
-        some_rows = {secrets.randbelow(len(logits)) for _ in range(4)} if number % 8 == watched else set()
-        for row in some_rows:  # alone, and without its end
-            cut = 1 + secrets.randbelow(max(1, length - 1))
-            beginning = ask(server, inputs[at + row:at + row + 1, :cut].copy(), vocabulary)
-            apart = np.maximum(apart, np.abs(beginning - logits[row:row + 1, :cut]).max())  # a NaN stays
-    return nats, apart
-
-
-def rerun(folder: Path, seed: dict, artifact: Path, findings: Findings) -> str:
-    """Score an artifact in a new process; return a line about it. The largest tensor is kept as seed["largest"]."""
-    number = seed["seed"]
-    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as errors:
+def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) -> list[str]:
+    """Score the artifacts of these seeds again; return a line about each."""
+    import train_gpt
+    settings, lines = seeds[0]["settings"], []
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
+    config, _ = train_gpt.load_config([f"{name}={settings[name]}" for name in names], {})
+    validation = read_data(config, load_track(folder), division, findings)
+    counts = validation.count, validation.bytes
+    if not findings.check(counts == (seeds[0]["val_tokens"], seeds[0]["val_bytes"]),
+                          f"DATA_PATH={config.data_path} has {counts} tokens and bytes to score, not those of the logs"):
+        return []
+    for seed in seeds:
+        number = seed["seed"]
         try:
-            validation = read_validation(seed)
-            with start_server(folder, seed, artifact, Path(place), errors) as server:
-                nats, apart = score_logits(server, validation.tokens, seed["settings"])
-            seed["largest"] = np.load(Path(place, "largest.npy")).ravel()
-        except (ValueError, OSError) as error:
-            errors.seek(0)
-            findings.append(f"seed {number}: {error}: {errors.read().decode(errors='replace')[-300:]}".rstrip(": "))
-            return f"seed {number}: not scored"
-    bpb = nats / math.log(2) / validation.bytes
-    findings.check(abs(bpb - seed["val_bpb"]) <= RERUN_BPB,
-                   f"seed {number}: the model's logits score {bpb:.8f}, not {seed['val_bpb']:.8f}")
-    findings.check(apart <= PREFIX_LOGITS, f"seed {number}: logits change by {apart:.2g} with later tokens or other rows")
-    return f"seed {number}: scored again {bpb:.8f}, in the log {seed['val_bpb']:.8f}, {bpb - seed['val_bpb']:+.1e}"
-
-
-def check_weights(seeds: list[dict], findings: Findings) -> None:
-    """No two artifacts may decode to nearly the same weights."""
-    for i, seed in enumerate(seeds):
-        for other in seeds[:i]:
-            a, b = (one["largest"].astype(np.float64) for one in (seed, other))
-            cosine = float(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-12)) if a.shape == b.shape else 0.0
-            findings.check(abs(cosine) < SAME_WEIGHTS, f"seeds {other['seed']} and {seed['seed']} have nearly the same weights: "
-                           f"the cosine of their largest tensors is {cosine:.3f}")
+            found = score_artifact(folder, seed, validation.tokens)
+        except ValueError as error:
+            findings.append(f"seed {number}: {error}")
+            continue
+        bpb = found["nats"] / math.log(2) / validation.bytes
+        findings.check(abs(bpb - seed["val_bpb"]) <= RERUN_BPB,
+                       f"seed {number}: the model's logits score {bpb:.8f}, not {seed['val_bpb']:.8f}")
+        findings.check(found["apart"] <= PREFIX_LOGITS,
+                       f"seed {number}: logits change by {found['apart']:.2g} with later tokens or other rows")
+        lines.append(f"seed {number}: scored again {bpb:.8f}, in the log {seed['val_bpb']:.8f}, {bpb - seed['val_bpb']:+.1e}")
+    return lines

@@ -3,48 +3,182 @@
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
 
-The exit status is 1 if a folder is refused; each reason is a line. Without --rerun, logs that were forged
-completely and consistently are believed. --rerun runs the folder's train_gpt.py, which is the submitter's code:
-read it first. It also needs the artifacts that are too large for git: copy them into the folder.
+The exit status is 1 if a folder is refused; each reason is a line. verify.py catches mistakes, --rerun catches wrong scores, and a
+person who reads the changes to the script catches lies. --rerun runs the folder's train_gpt.py, which is the submitter's code: read
+it first. It also needs the artifacts that are too large for git: copy them into the folder.
 """
 
 import argparse
+import json
 import math
 import re
+import shlex
+import statistics
 import sys
 from hashlib import sha256
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from claims import AUTHORED, compare_claims, count_seeds, describe_test, make_claims, render  # noqa: E402
-from common import ROOT, deviation, load_json, require_packages, score  # noqa: E402
-from rescore import check_data, check_weights, rerun  # noqa: E402
-from rules import FOLDER_NAME, HTML, UNSAFE, Findings, check_rules, earlier_records, load_track, place_of  # noqa: E402
+from common import ROOT, compare_scores, deviation, load_json, require_packages, score, table  # noqa: E402
+from events import MAY_DIFFER_BETWEEN_SEEDS  # noqa: E402
+from rescore import rescore  # noqa: E402
+from rules import (  # noqa: E402
+    FOLDER_NAME, Findings, best_before, check_rules, load_base, load_track, place_of, read_folder,
+)
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz")
-OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
-MOST_SHOWN = 20  # a forged clock is wrong at each step
+OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png", ".DS_Store"}  # the last is macOS's
+NOTES = "\n## Notes\n"
+# What the author writes in submission.json; the logs decide the rest.
+AUTHORED = ("name", "author", "date", "submitted", "track", "division", "blurb", "base", "hardware")
+OF_SEEDS = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds",
+            "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total")
+
+
+# ---- submission.json -----------------------------------------------------------------------------------
+
+
+def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict, list[dict]]:
+    """Return everything in submission.json that the logs decide, and the seeds. Findings say why there is nothing."""
+    track = load_track(folder)
+    division = authored["division"]
+    seeds = read_folder(folder, division, findings)
+    base = load_base(folder, authored["base"], division, findings)
+    if findings:
+        return {}, seeds
+    first = seeds[0]
+    machine = machine_of(first)
+    best = best_before(folder, authored, machine)
+    against = compare_scores(track, seeds, list(best["seed_results"].values())) if best else None
+    claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
+    claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
+    originals = [seed["val_bpb_original"] for seed in seeds]
+    claims |= {
+        "machine": machine,
+        "val_bpb_original": None if None in originals else statistics.mean(originals),
+        "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
+        "script_sha256": first["code_sha256"], "parameters": first["parameters"],
+        "seeds": [seed["seed"] for seed in seeds],
+        "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
+        "command": command_of(place_of(authored), first),
+        "settings": first["overrides"], "changes": changes(base, first),
+        "significance": compare_scores(track, seeds, list(base["seed_results"].values())) if base else None,
+        "incumbent": place_of(best) if best else "", "against_incumbent": against,
+        "is_best": not best or (against is not None and against["p"] < track.get("p", 0.01)),
+        "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+    return claims, seeds
+
+
+def machine_of(seed: dict) -> str:
+    """Return the kind of machine, on which alone records compete: the GPU, or the type of the CPU's products, which is bfloat16
+    where it has units for it (AVX512-BF16, AMX)."""
+    return seed.get("gpu") or f"{seed['settings']['DEVICE'].upper()}, {seed['settings']['DTYPE']}"
+
+
+def command_of(place: str, seed: dict) -> str:
+    """Return the command that runs a record's own script again, from the root of the repository."""
+    ranks = seed["world_size"]
+    program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+    settings = [f"{name}={value}" for name, value in seed["overrides"].items()]
+    return shlex.join([*program, f"records/{place}/train_gpt.py", *settings])
+
+
+def changes(base: dict, seed: dict) -> dict[str, list]:
+    """Return the settings, and the script's digest, that differ from the base: name, old value, new value."""
+    if not base:
+        return {}
+    old = base["config"]
+    new = seed["settings"]
+    names = sorted((old.keys() | new.keys()) - MAY_DIFFER_BETWEEN_SEEDS)
+    result = {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
+    if base["script_sha256"] != seed["code_sha256"]:
+        result["train_gpt.py"] = [base["script_sha256"][:12], seed["code_sha256"][:12]]
+    return result
+
+
+def rounded(claims: object) -> object:
+    """Return claims with 9 digits of each fraction: sums in another order, and other releases of SciPy, differ in the last."""
+    return json.loads(json.dumps(claims), parse_float=lambda text: float(f"{float(text):.9g}"))
+
+
+def compare_claims(submission: dict, computed: dict, findings: Findings) -> None:
+    """Everything in submission.json that its author did not write must be what the logs give."""
+    claimed, wanted = rounded(submission), rounded(computed)
+    for key in sorted((claimed.keys() | wanted.keys()) - set(AUTHORED)):
+        claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
+        findings.check(claim == number, f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
+
+
+# ---- README.md -----------------------------------------------------------------------------------------
+
+
+def describe_test(test: dict) -> str:
+    """Return a difference and its test in words."""
+    ours, theirs = test["n"]
+    return (f"{test['difference']:+.5f} bits per byte; one-sided Welch t-test of {ours} against {theirs} seeds "
+            f"for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+
+
+def count_seeds(seeds) -> str:
+    """Return the number of seeds in words."""
+    return f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}"
+
+
+def render(claims: dict) -> str:
+    """Return README.md up to its notes, from submission.json."""
+    results = {seed: claims["seed_results"][str(seed)] for seed in claims["seeds"]}
+    spread = deviation([score(result) for result in results.values()])
+    text = (f"Mean of {count_seeds(results)}, sample deviation {spread:.4f} bits per byte; "
+            f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of "
+            f"the artifact as read back from its file. At most {claims['bytes_total']:,} bytes, "
+            f"{claims['bytes_code']:,} of them code; {claims['parameters']:,} parameters.")
+    original = claims["val_bpb_original"]
+    if original not in (None, claims["val_bpb"]):
+        text += (f" The tokenizer changes the text: {claims['val_bpb']:.4f} bits per byte of the text as "
+                 f"tokenized, which is the published convention, and {original:.4f} per byte of the original text.")
+    rows = [[seed, f"{r['val_bpb']:.5f}", f"{r['val_bpb_before_export']:.5f}", f"{r['val_loss']:.5f}",
+             f"{r['steps']:,}", f"{r['train_seconds']:.1f}", f"{r['eval_seconds']:.1f}",
+             f"{r['wall_seconds']:.1f}", f"{r['artifact_bytes']:,}", f"{r['bytes_total']:,}"]
+            for seed, r in results.items()]
+    lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", "", text, "", claims["blurb"], "",
+             *table("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | "
+                    "total, s | artifact, bytes | with code |", rows), "", "![curves of the seeds](curve.png)", "",
+             f"## The best before it on this kind of machine ({claims['machine']})", claims["incumbent"] or "None."]
+    if claims["against_incumbent"]:
+        lines += ["", describe_test(claims["against_incumbent"])]
+    lines += ["", f"This is {'' if claims['is_best'] else 'not '}a new best."]
+    lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
+    if claims["significance"] and claims["base"] != claims["incumbent"]:
+        lines += [describe_test(claims["significance"]), ""]
+    if claims["base"]:
+        lines += table("| | base | this record |", [[name, *values] for name, values in claims["changes"].items()])
+        lines += ["", f"`train_gpt.py`: {'changed' if 'train_gpt.py' in claims['changes'] else 'unchanged'}."]
+    else:
+        lines += table("| | this record |", claims["settings"].items())
+    environment = claims["environment"]
+    lines += ["", "## Command", "Run it from the root of the repository. It trains the seed 1337 with this folder's script.", "",
+              f"    {claims['command']}", "",
+              f"{claims['hardware']}; ranks: {environment['world_size']}, threads of each: {environment['threads']}; "
+              f"Python {environment['python']}, PyTorch {environment['torch']}. "
+              f"Division: {claims['division'] or 'none'}."]
+    return "\n".join(lines) + "\n" + NOTES
+
+
+# ---- A folder -------------------------------------------------------------------------------------------
 
 
 def read_submission(folder: Path, findings: Findings) -> dict:
-    """Return submission.json; check the types and place of what its author wrote."""
+    """Return submission.json; its place must be this folder."""
     try:
         submission = load_json(folder / "submission.json")
-        authored = {key: submission.get(key, "") for key in AUTHORED}
-    except (OSError, ValueError, AttributeError) as error:
+        submission = {**dict.fromkeys(AUTHORED, ""), **submission}
+    except (OSError, ValueError, TypeError) as error:
         findings.append(f"submission.json cannot be read: {error}")
         return {}
-    for key, value in authored.items():
-        if findings.check(isinstance(value, str), f"submission.json: {key} is not text"):
-            found = set(value) & (HTML if key == "blurb" else UNSAFE)
-            findings.check(not found, f"submission.json: {key} has {' '.join(map(repr, sorted(found)))}")
     place = f"{folder.parent.name}/{folder.name}"
-    findings.check(place_of(authored) == place, f"submission.json names {place_of(authored)}, not {place}")
-    submitted = authored["submitted"]
-    findings.check(submitted == "" or str(submitted).startswith(str(authored["date"])),
-                   f"submission.json: submitted {submitted!r} is not on the date {authored['date']}")
+    findings.check(place_of(submission) == place, f"submission.json names {place_of(submission)}, not {place}")
     return submission
 
 
@@ -53,16 +187,14 @@ def check_files(folder: Path, seeds: list[dict], largest: int, findings: Finding
     seeds whose artifacts are there and are those of the logs."""
     numbers = {str(seed["seed"]) for seed in seeds}
     for path in sorted(folder.iterdir()):
-        if path.name == ".DS_Store" and path.is_file() and path.lstat().st_size < 100_000:  # of macOS
-            continue
         match = SEED_FILE.fullmatch(path.name)
         known = numbers & {*match.groups()} if match else path.name in OTHER_FILES
-        findings.check(known and path.is_file() and not path.is_symlink(), f"{path.name} does not belong in a record")
+        findings.check(known and path.is_file(), f"{path.name} does not belong in a record")
     for name in ("README.md", "curve.png"):
         findings.check((folder / name).is_file(), f"{name} is missing")
     found = []
     for seed in seeds:
-        path = artifact_of(folder, seed)
+        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
         if path.is_file():
             size, digest = path.stat().st_size, sha256(path.read_bytes()).hexdigest()
             if findings.check((size, digest) == (seed["artifact_bytes"], seed["artifact_sha256"]),
@@ -72,18 +204,6 @@ def check_files(folder: Path, seeds: list[dict], largest: int, findings: Finding
             findings.check(seed["artifact_bytes"] >= largest, f"{path.name} is missing: artifacts under 2 MB belong in "
                            "the folder, and for --rerun larger ones, too")
     return found
-
-
-def artifact_of(folder: Path, seed: dict) -> Path:
-    """Return the path of a seed's artifact."""
-    return folder / f"artifact_seed{seed['seed']}.int8.ptz"
-
-
-def check_origin(folder: Path, submission: dict, seeds: list[dict], findings: Findings) -> None:
-    """No artifact may be that of an earlier record, of any track."""
-    for other in earlier_records(folder, submission):
-        same = [seed["seed"] for seed in seeds if seed["artifact_sha256"] in other["artifacts"]]
-        findings.check(not same, f"the artifacts of seeds {same} are those of {place_of(other)}")
 
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
@@ -102,7 +222,6 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     has_artifacts = folder.name not in track.get("without_artifacts", [])
     largest = (math.inf if again else SMALL_ARTIFACT) if has_artifacts else 0
     scorable = check_files(folder, seeds, largest, findings)
-    check_origin(folder, submission, seeds, findings)
     if not findings:
         text = (folder / "README.md").read_text(encoding="utf-8")
         findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
@@ -115,9 +234,7 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     if again and not has_artifacts:
         notes.append("not scored again: only the digests of its artifacts are kept")
     elif again:
-        check_data(seeds[0], findings)  # the seeds have the same settings
-        notes += [rerun(folder, seed, artifact_of(folder, seed), findings) for seed in scorable]
-        check_weights([seed for seed in scorable if "largest" in seed], findings)
+        notes += rescore(folder, submission["division"], scorable, findings)
     return findings, notes
 
 
@@ -131,8 +248,7 @@ def report(folder: Path, again: bool = False) -> bool:
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")
-    more = [f"REFUSED: and {len(findings) - MOST_SHOWN} more"] * (len(findings) > MOST_SHOWN)
-    for line in (*notes, *(f"REFUSED: {line}" for line in findings[:MOST_SHOWN]), *more):
+    for line in (*notes, *(f"REFUSED: {line}" for line in findings)):
         print("   ", line)
     return not findings
 
