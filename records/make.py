@@ -5,16 +5,14 @@
     python records/make.py ... --runs RUN_ID,RUN_ID,RUN_ID                   of runs in logs/ that differ only in SEED
     python records/make.py --again records/track_open/2026-01-31_Wider       write its claims and texts again
 
-After an interruption, run the same command again: seeds that have finished with these settings and this script are kept, and
-an unfinished one starts again. The runs are called NAME_seedN.
-
-The folder records/TRACK/DATE_NAME/ receives README.md, submission.json, train_gpt.py as it ran, train_seedN.log and .jsonl,
-curve.png, and artifacts under 2 MB. To change blurb, base or author, edit them in submission.json and run --again. What you
-write in README.md below the line "## Notes" is kept.
+After an interruption, run the same command again: the runs, NAME_seedN, are kept if they have finished with these settings and
+this script. To change blurb, base or author, edit them in submission.json and run --again. What you write in README.md below the
+line "## Notes" is kept.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -34,11 +33,14 @@ import train_gpt  # after common, which finds it  # noqa: E402
 from events import RULE, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
 from rescore import read_data  # noqa: E402
-from rules import FOLDER_NAME, Findings, check_request, load_base, load_track, read_history, script_line  # noqa: E402
+from rules import (  # noqa: E402
+    FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, script_line,
+)
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
-KINDS = {"CPU, bfloat16": "By default, these are CPUs with AVX512-BF16 or AMX. ", "CPU, float32": "By default, these are other CPUs. "}
+KINDS = {"CPU, bfloat16": "CPUs with AVX512-BF16 or AMX use bfloat16 by default. ",
+         "CPU, float32": "CPUs without AVX512-BF16 and AMX use float32 by default. "}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 
@@ -66,13 +68,12 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
     return settings
 
 
-def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> None:
+def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[int]) -> None:
     """Raise ValueError with all reasons known before training for which the record would be refused."""
     track = load_track(folder)
     problems = Findings()
     problems.check(FOLDER_NAME.fullmatch(folder.name), f"--name {options.name!r} must be letters, digits or _ . -")
-    problems.check(all(re.fullmatch(r"0|[1-9]\d*", seed) for seed in seeds) and len(set(seeds)) == len(seeds),
-                   f"--seeds {','.join(seeds)} must be different numbers")
+    problems.check(len(set(seeds)) == len(seeds), f"--seeds {seeds} must be different")
     problems.check(not folder.exists(), f"{folder.relative_to(ROOT)} exists; delete it, or choose another --name")
     most = min(track.get("max_world_size", options.ranks), track.get("max_threads", options.ranks))
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
@@ -82,21 +83,10 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[str]
     planned = {name: getattr(config, name.lower()) for name in names}
     check_request(track, options.division, len(seeds), planned, problems)
     load_base(folder, options.base, options.division, problems)
-    if track.get("divisions") and not problems:
-        if not any((ROOT / config.data_path).glob("*_val_*.bin")):
-            command = data_command(track["divisions"][options.division], config)
-            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin; get the data: {command}")
+    if not problems:
         read_data(config, track, options.division, problems)
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def data_command(division: dict, config) -> str:
-    """Return the command that gets the data of a division, in the tokenizer that fits the settings best."""
-    def fit(tokenizer: str) -> tuple[bool, bool]:
-        return re.sub(r"\D", "", tokenizer) == str(config.vocab_size), config.data_path.endswith(tokenizer)
-
-    return division.get("get", "").replace("TOKENIZER", max(division["scored"], key=fit))
 
 
 def run_seed(command: list[str], environment: dict[str, str]) -> int:
@@ -109,7 +99,7 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
             raise
 
 
-def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str]) -> list[str]:
+def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[int]) -> list[str]:
     """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
     environment, track = dict(os.environ), load_track(folder)
     if threads := track.get("max_threads"):
@@ -118,7 +108,7 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str])
     for seed in seeds:
         run_id = f"{options.name}_seed{seed}"
         run_ids.append(run_id)
-        given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
+        given = {**settings, "SEED": str(seed), "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
         if has_finished(ROOT, run_id, given, options.ranks):
             print(f"{run_id} has already finished", flush=True)
         else:
@@ -127,9 +117,9 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[str])
             if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
                 sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
         export = next(event for event in read_events(ROOT / "logs" / f"{run_id}.jsonl") if event["event"] == "export")
-        size = export["artifact_bytes"] + export["code_bytes"]
-        if size > track.get("max_bytes", size):  # before the other seeds are trained
-            raise ValueError(f"{run_id} has {size:,} bytes, more than {track['max_bytes']:,}; raise EXPORT_CLIP, or lower EXPORT_BITS")
+        size, limit = export["artifact_bytes"] + export["code_bytes"], track.get("max_bytes", math.inf)
+        if size > limit:  # before the other seeds are trained
+            raise ValueError(f"{run_id} has {size:,} bytes, more than {limit:,}; raise EXPORT_CLIP, or lower EXPORT_BITS")
     return run_ids
 
 
@@ -172,17 +162,14 @@ def write_record(folder: Path, authored: dict) -> None:
     draw(groups_of([read_run(str(path)) for path in paths]), folder / "curve.png")
 
 
-def package(options, folder: Path, now: time.struct_time, run_ids: list[str]) -> None:
+def package(options, folder: Path, run_ids: list[str]) -> None:
     """Make the record folder of finished runs, or leave nothing behind. Raises ValueError with the reasons for which the logs
     would be refused."""
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
-    cuda = train_gpt.torch.cuda
-    if start["gpu"] not in ("", cuda.get_device_name() if cuda.is_available() else ""):
-        raise ValueError(f"the runs used {start['gpu']}; package them on that machine, whose speed the record shows")
     machine = hardware(start["world_size"] if start["config"]["DEVICE"] == "cuda" else 0)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
-    authored |= {"hardware": f"{machine}, {measure_rate(start)}",
-                 "date": time.strftime("%Y-%m-%d", now), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", now)}
+    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "date": folder.name.split("_")[0],
+                 "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     folder.mkdir()
     try:
         for run_id in run_ids:
@@ -218,13 +205,11 @@ def leaderboard(records: Path) -> str:
         lines += [f"### [{track['title']}]({folder.name})", ""]
         if not submissions:
             lines += ["No record yet.", ""]
-        for division, machine in sorted({(submission["division"], submission["machine"]) for submission in submissions}):
-            members = [submission for submission in submissions
-                       if (submission["division"], submission["machine"]) == (division, machine)]
-            members.sort(key=lambda submission: (score(submission), submission["date"]))
+        submissions.sort(key=lambda submission: (kind_of(submission), score(submission)))
+        for (_, division, machine), members in groupby(submissions, kind_of):
             rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
-            lines += [f"Division `{division}`, " * bool(division) + f"{machine}. {KINDS.get(machine, '')}Lower is better. Compare "
-                      "the rows of this table only. Each was tested against the best of the older ones.", ""]
+            lines += [f"**Division `{division or 'none'}`, {machine}.** {KINDS.get(machine, '')}Lower is better. Compare only "
+                      "rows of this table. p is from a test against the best of the older rows.", ""]
             lines += [*table("| | bits per byte | seeds | bytes | machine | best at its time | against the best before it | by | "
                              "record |", rows), ""]
     return "\n".join(lines)
@@ -235,11 +220,6 @@ def write_leaderboard(records: Path) -> None:
     readme = records / "README.md"
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     readme.write_text(f"{before}{BEGIN}\n{leaderboard(records)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-def folder_of(options, now: time.struct_time) -> Path:
-    """Return the folder of a record that is packaged now (UTC)."""
-    return ROOT / "records" / options.track / f"{time.strftime('%Y-%m-%d', now)}_{options.name}"
 
 
 def main() -> None:
@@ -255,9 +235,9 @@ def main() -> None:
                         help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
-    parser.add_argument("--seeds", default="1337,1338,1339", help="numbers, separated by commas")
-    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N",
-                        help="processes on this machine, started by torchrun")
+    parser.add_argument("--seeds", default=[1337, 1338, 1339], type=lambda text: [int(seed) for seed in text.split(",")],
+                        help="numbers, separated by commas (default: 1337,1338,1339)")
+    parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes, started by torchrun")
     parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py, and @FILE with such lines")
@@ -265,7 +245,8 @@ def main() -> None:
     if not (options.again or (options.track and options.name)):
         parser.error("--track and --name are needed, or --again FOLDER")
     require_packages()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
     try:
         if options.base and not options.division:
             options.division = load_json(records / options.base / "submission.json")["division"]
@@ -274,19 +255,15 @@ def main() -> None:
             submission = load_json(folder / "submission.json")
             write_record(folder, {key: submission.get(key, "") for key in AUTHORED})
         else:
+            folder = records / options.track / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{options.name}"
             run_ids = options.runs.split(",")
             if not options.runs:
-                folder = folder_of(options, time.gmtime())
-                settings, seeds = plan_settings(options, folder), [seed.strip() for seed in options.seeds.split(",")]
-                check_plan(options, folder, settings, seeds)
-                run_ids = run_seeds(options, folder, settings, seeds)
-            now = time.gmtime()
-            folder = folder_of(options, now)
-            package(options, folder, now, run_ids)
+                settings = plan_settings(options, folder)
+                check_plan(options, folder, settings, options.seeds)
+                run_ids = run_seeds(options, folder, settings, options.seeds)
+            package(options, folder, run_ids)
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("make.py: stopped; run the same command again to continue")
     accepted = report(folder)
     if accepted:
         write_leaderboard(records)

@@ -22,20 +22,31 @@ RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was meas
 PREFIX_LOGITS = 1e-3  # float32 logits of a row and of its beginning; 1.4e-5 was measured
 
 
+def data_command(of_division: dict, config) -> str:
+    """Return the command that gets the data of a division, in the tokenizer that fits the settings best."""
+    def fit(tokenizer: str) -> tuple[bool, bool]:
+        return tokenizer.endswith(str(config.vocab_size)), config.data_path.endswith(tokenizer)
+
+    return of_division.get("get", "").replace("TOKENIZER", max(of_division["scored"], key=fit))
+
+
 def read_data(config, track: dict, division: str, findings: Findings):
     """Return train_gpt.Validation of the data on this disk, whose tokens, bytes, shards and tokenizer must be those of the
     division. A log has only the digests in manifest.json; the files may have changed since, so they are hashed here."""
     import train_gpt  # only here: it imports PyTorch
+    of_division = track.get("divisions", {}).get(division)
     with chdir(ROOT):
+        if of_division and not any(Path(config.data_path).glob("*_val_*.bin")):
+            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin; run {data_command(of_division, config)}")
         validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         tokenizer = Path(config.tokenizer_path)
         digest = sha256(tokenizer.read_bytes() if tokenizer.is_file() else tokenizer.name.encode()).hexdigest()
         shards = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
-    if track.get("divisions"):
+    if of_division:
         seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len, "TOKENIZER_SHA256": digest}, "data_sha256": digests,
                 "val_tokens": validation.count, "val_bytes": validation.bytes}
-        seen["table"] = find_table(track["divisions"][division]["scored"], seen)
+        seen["table"] = find_table(of_division["scored"], seen)
         reasons = Findings()
         check_division(seen, division, reasons)
         findings += [f"DATA_PATH={config.data_path}: {reason}" for reason in reasons]

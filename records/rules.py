@@ -6,7 +6,6 @@ They catch mistakes. They do not catch lies: a person reads a record's script be
 import json
 import math
 import re
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +15,6 @@ from common import load_json, score  # first: it finds the reader of logs
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 
 FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
-ROUNDING = 1e-9  # relative; sums of the same floats in another order
 HICCUP_S = 1  # a run may pass its cap by an average step and this much
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
                             "data_sha256", "gpu")
@@ -32,7 +30,7 @@ class Findings(list):
         return bool(holds)
 
 
-# ---- The log of a seed ---------------------------------------------------------------------------------
+# ---- The seeds of a folder -----------------------------------------------------------------------------
 
 
 def script_line(source: str) -> str:
@@ -62,7 +60,7 @@ def read_seed(path: Path, source: str, findings: Findings) -> dict | None:
     findings.check(seed["losses"] and not resumed, f"{name}: a record is one run from its first step to its end")
     findings.check(not seed["settings"].get("VAL_TOKENS"), f"{name}: VAL_TOKENS scores a part of the validation text")
     bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
-    findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=ROUNDING),
+    findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9),
                    f"{name}: val_bpb {seed['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
     return seed
 
@@ -85,9 +83,6 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
         "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
         "python": re.search(r"Running Python (\S+)", machine)[1],
         "parameters": int(re.search(r"^model_params:(\d+)", text, re.M)[1])}
-
-
-# ---- The seeds of a folder -----------------------------------------------------------------------------
 
 
 def load_track(folder: Path) -> dict:
@@ -211,21 +206,20 @@ def place_of(submission: dict) -> str:
     return f"{submission['track']}/{submission['date']}_{submission['name']}"
 
 
+def kind_of(submission: dict) -> tuple[str, str, str]:
+    """Return track, division and machine, within which records compete."""
+    return submission["track"], submission["division"], submission["machine"]
+
+
 def best_before(folder: Path, submission: dict, machine: str) -> dict | None:
     """Return the best earlier record of the same track, division and kind of machine: its submission.json or its line of
     history.jsonl, taken at its word. The first of equals wins."""
-    def kind(record: dict) -> tuple:
-        return record["track"], record["division"], record["machine"]
-
     def order(record: dict) -> tuple:
         return record["date"], record.get("submitted", ""), record["name"]
 
-    others = read_history(folder.parent.parent)
-    for path in folder.parent.glob("*/submission.json"):
-        with suppress(ValueError):  # that folder is refused for it
-            others.append(load_json(path))
-    ours = kind({**submission, "machine": machine})
-    rivals = [other for other in others if kind(other) == ours and order(other) < order(submission)]
+    others = [load_json(path) for path in folder.parent.glob("*/submission.json")] + read_history(folder.parent.parent)
+    ours = kind_of({**submission, "machine": machine})
+    rivals = [other for other in others if kind_of(other) == ours and order(other) < order(submission)]
     return min(rivals, key=lambda other: (score(other), order(other)), default=None)
 
 
@@ -235,7 +229,7 @@ def load_base(folder: Path, base: str, division: str, findings: Findings) -> dic
         return {}
     place = folder.parent.parent / base
     is_other = place.parent == folder.parent and place != folder and (place / "submission.json").is_file()
-    if not findings.check(is_other, f"{base!r} is not another record of this track (example: {folder.parent.name}/2026-01-31_Name)"):
+    if not findings.check(is_other, f"{base!r} is not another record of {folder.parent.name}"):
         return {}
     submission = load_json(place / "submission.json")
     findings.check(submission["division"] == division, f"{base} is of the division {submission['division']!r}")

@@ -11,7 +11,6 @@ it first. It also needs the artifacts that are too large for git: copy them into
 import argparse
 import json
 import math
-import re
 import shlex
 import statistics
 import sys
@@ -28,8 +27,6 @@ from rules import (  # noqa: E402
 )
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-SEED_FILE = re.compile(r"train_seed(\d+)\.(?:log|jsonl)|artifact_seed(\d+)\.int8\.ptz")
-OTHER_FILES = {"README.md", "submission.json", "train_gpt.py", "curve.png", ".DS_Store"}  # the last is macOS's
 NOTES = "\n## Notes\n"
 # What the author writes in submission.json; the logs decide the rest.
 AUTHORED = ("name", "author", "date", "submitted", "track", "division", "blurb", "base", "hardware")
@@ -169,41 +166,19 @@ def render(claims: dict) -> str:
 # ---- A folder -------------------------------------------------------------------------------------------
 
 
-def read_submission(folder: Path, findings: Findings) -> dict:
-    """Return submission.json; its place must be this folder."""
-    try:
-        submission = load_json(folder / "submission.json")
-        submission = {**dict.fromkeys(AUTHORED, ""), **submission}
-    except (OSError, ValueError, TypeError) as error:
-        findings.append(f"submission.json cannot be read: {error}")
-        return {}
-    place = f"{folder.parent.name}/{folder.name}"
-    findings.check(place_of(submission) == place, f"submission.json names {place_of(submission)}, not {place}")
-    return submission
-
-
-def check_files(folder: Path, seeds: list[dict], largest: int, findings: Findings) -> list[dict]:
-    """The folder must have its files and no others, among them the artifacts of less than `largest` bytes. Return the
-    seeds whose artifacts are there and are those of the logs."""
-    numbers = {str(seed["seed"]) for seed in seeds}
-    for path in sorted(folder.iterdir()):
-        match = SEED_FILE.fullmatch(path.name)
-        known = numbers & {*match.groups()} if match else path.name in OTHER_FILES
-        findings.check(known and path.is_file(), f"{path.name} does not belong in a record")
-    for name in ("README.md", "curve.png"):
-        findings.check((folder / name).is_file(), f"{name} is missing")
-    found = []
-    for seed in seeds:
-        path = folder / f"artifact_seed{seed['seed']}.int8.ptz"
-        if path.is_file():
-            size, digest = path.stat().st_size, sha256(path.read_bytes()).hexdigest()
-            if findings.check((size, digest) == (seed["artifact_bytes"], seed["artifact_sha256"]),
-                              f"{path.name} is not the artifact of the log: {size} bytes, sha256 {digest}"):
-                found.append(seed)
-        else:
-            findings.check(seed["artifact_bytes"] >= largest, f"{path.name} is missing: artifacts under 2 MB belong in "
-                           "the folder, and for --rerun larger ones, too")
-    return found
+def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findings) -> None:
+    """The folder must have its files and no others, among them the artifacts of less than `largest` bytes, as logged."""
+    artifacts = {f"artifact_seed{seed['seed']}.int8.ptz": seed for seed in seeds}
+    needed = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
+    needed |= {f"train_seed{seed['seed']}.{ending}" for seed in seeds for ending in ("log", "jsonl")}
+    needed |= {name for name, seed in artifacts.items() if seed["artifact_bytes"] < largest}
+    there = {path.name for path in folder.iterdir()} - {".DS_Store"}
+    findings += [f"{name} is missing" for name in sorted(needed - there)]
+    findings += [f"{name} does not belong in a record" for name in sorted(there - needed - artifacts.keys())]
+    for name in sorted(there & artifacts.keys()):
+        data = (folder / name).read_bytes()
+        wanted = artifacts[name]["artifact_bytes"], artifacts[name]["artifact_sha256"]
+        findings.check((len(data), sha256(data).hexdigest()) == wanted, f"{name} is not the artifact of the log")
 
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
@@ -211,7 +186,9 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     findings = Findings()
     track = load_track(folder)
     findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
-    submission = read_submission(folder, findings)
+    submission = {**dict.fromkeys(AUTHORED, ""), **load_json(folder / "submission.json")}
+    place = f"{folder.parent.name}/{folder.name}"
+    findings.check(place_of(submission) == place, f"submission.json names {place_of(submission)}, not {place}")
     if findings:
         return findings, []
     computed, seeds = make_claims(folder, submission, findings)
@@ -220,8 +197,8 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     compare_claims(submission, computed, findings)
     check_rules(track, submission["division"], seeds, findings)
     has_artifacts = folder.name not in track.get("without_artifacts", [])
-    largest = (math.inf if again else SMALL_ARTIFACT) if has_artifacts else 0
-    scorable = check_files(folder, seeds, largest, findings)
+    largest = 0 if not has_artifacts else math.inf if again else SMALL_ARTIFACT
+    check_files(folder, seeds, largest, findings)
     if not findings:
         text = (folder / "README.md").read_text(encoding="utf-8")
         findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
@@ -233,8 +210,8 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
     if again and not has_artifacts:
         notes.append("not scored again: only the digests of its artifacts are kept")
-    elif again:
-        notes += rescore(folder, submission["division"], scorable, findings)
+    elif again and not findings:
+        notes += rescore(folder, submission["division"], seeds, findings)
     return findings, notes
 
 
@@ -256,8 +233,7 @@ def report(folder: Path, again: bool = False) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
-    parser.add_argument("--rerun", action="store_true",
-                        help="hash the data and score the artifacts again; runs the folder's train_gpt.py")
+    parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
     options = parser.parse_args()
     require_packages()
     folders = options.folders or sorted(path.parent for path in (ROOT / "records").glob("track_*/*/submission.json"))

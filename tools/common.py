@@ -27,8 +27,11 @@ def require_packages() -> None:
 
 
 def load_json(path: Path):
-    """Parse a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Parse a JSON file. Raises ValueError with its name."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 # ---- The trainer ---------------------------------------------------------------------------------------
