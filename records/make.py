@@ -245,8 +245,7 @@ def main() -> None:
     if not (options.again or (options.track and options.name)):
         parser.error("--track and --name are needed, or --again FOLDER")
     require_packages()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
     try:
         if options.base and not options.division:
             options.division = load_json(records / options.base / "submission.json")["division"]
@@ -264,6 +263,8 @@ def main() -> None:
             package(options, folder, run_ids)
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("make.py: stopped; run the same command again to continue")
     accepted = report(folder)
     if accepted:
         write_leaderboard(records)

@@ -86,8 +86,7 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
 
 
 def load_track(folder: Path) -> dict:
-    """Return the rules of the track that a record folder is in, on top of those of the track that it is "like". Raises
-    ValueError if it is in none."""
+    """Return the rules of a folder's track, on top of those of the track that it is "like". Raises ValueError without one."""
     path = folder.parent / "track.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not in a track: {path} is missing")
@@ -125,8 +124,7 @@ def check_differences(seeds: list[dict], findings: Findings) -> None:
 
 
 def find_table(scored: dict[str, dict], seed: dict) -> dict:
-    """Return the division's table, one for each tokenizer, that has the seed's counts of validation tokens and
-    bytes; {} if none has."""
+    """Return the tokenizer's table that has the seed's counts of validation tokens and bytes; {} if none has."""
     def fits(value: int, wanted) -> bool:
         return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
 

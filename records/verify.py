@@ -69,8 +69,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
 
 
 def machine_of(seed: dict) -> str:
-    """Return the kind of machine, on which alone records compete: the GPU, or the type of the CPU's products, which is bfloat16
-    where it has units for it (AVX512-BF16, AMX)."""
+    """Return the kind of machine, within which records compete: the GPU, or for CPUs the type of the model's products."""
     return seed.get("gpu") or f"{seed['settings']['DEVICE'].upper()}, {seed['settings']['DTYPE']}"
 
 

@@ -1,17 +1,19 @@
-"""tools/plot.py, events.py and track.py: what they read from logs, how runs are compared, and what a tracker is sent."""
+"""tools/plot.py, events.py, track.py and common.py: what they read from logs, how runs are compared, what a tracker is sent."""
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import common
 import events
 import numpy as np
 import plot
 import pytest
 import track
-from conftest import run_script
+from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
 
 
 def write_lines(path, *events, append=False):
@@ -220,3 +222,41 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
         run_script(monkeypatch, track, "wandb", "run")
         assert sent == wanted
     assert next(parts, None) is None
+
+
+# ---- tools/common.py -----------------------------------------------------------------------------------------------
+
+
+def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
+    make_shards(tmp_path)
+    shutil.copy(REPOSITORY / "train_gpt.py", tmp_path)
+    arguments = tiny_arguments("tiny", RUN_ID="run", OUT_DIR="logs/run")
+    run_here(monkeypatch, tmp_path, *arguments)
+    settings = common.pairs_of(arguments)
+    assert common.has_finished(tmp_path, "run", settings, 1)
+    assert not common.has_finished(tmp_path, "run", {**settings, "MATRIX_LR": "1"}, 1)
+    assert not common.has_finished(tmp_path, "run", settings, 2)
+    assert not common.has_finished(tmp_path, "other", settings, 1)
+    log = tmp_path / "logs" / "run.jsonl"
+    for path, other in ((log, log.read_text()[:-30]), (log, ""), (tmp_path / "train_gpt.py", "another script")):
+        text = path.read_text()
+        path.write_text(other)
+        assert not common.has_finished(tmp_path, "run", settings, 1)
+        path.write_text(text)
+
+
+def test_the_test_of_significance_is_welchs():
+    """By hand: means 1.0 and 1.1, variances 1e-4 and 4e-4 of three each; t = -0.1 / sqrt(5e-4 / 3), 2.94 degrees. A
+    margin of 0.01 nats per token is 0.005 bits per byte if the loss in nats is twice the bits per byte."""
+    pytest.importorskip("scipy")
+
+    def seeds(scores, nats=1.0):
+        return [{"val_bpb": x, "val_loss": nats * x} for x in scores]
+
+    ours, theirs = seeds([0.99, 1.0, 1.01]), seeds([1.08, 1.1, 1.12])
+    test = common.compare_scores({}, ours, theirs)
+    assert test["difference"] == pytest.approx(-0.1) and test["n"] == [3, 3] and test["margin"] == 0
+    assert test["p"] == pytest.approx(0.00245, abs=3e-4)
+    other = common.compare_scores({"margin_nats": 0.01}, ours, seeds([1.08, 1.1, 1.12], nats=2.0))
+    assert other["margin"] == pytest.approx(0.005) and other["p"] > test["p"]
+    assert common.compare_scores({}, ours[:1], theirs) is None
