@@ -37,7 +37,8 @@ def read_data(config, track: dict, division: str, findings: Findings):
     of_division = track.get("divisions", {}).get(division)
     with chdir(ROOT):
         if of_division and not any(Path(config.data_path).glob("*_val_*.bin")):
-            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin; run {data_command(of_division, config)}")
+            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin. Get the data, and set DATA_PATH to its folder: "
+                             f"{data_command(of_division, config)}")
         validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         tokenizer = Path(config.tokenizer_path)
         digest = sha256(tokenizer.read_bytes() if tokenizer.is_file() else tokenizer.name.encode()).hexdigest()

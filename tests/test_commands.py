@@ -318,13 +318,6 @@ def test_a_short_ladder(checkout, monkeypatch):
              "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu"]
     (checkout / "logs" / "ladder_rung01").mkdir(parents=True)
     (checkout / "logs" / "ladder_rung01" / train_gpt.MODEL_FILE).touch()  # of an earlier climb
-    ladder.climb(checkout / "out", "small", extra)
-    text = (checkout / "out" / "README.md").read_text()
-    assert text == ladder.report(checkout / "out") and all(f"| {rung[0]} |" in text for rung in rungs)
+    text = ladder.climb("small", extra)
+    assert all(re.search(rf"\| {re.escape(rung[0])} \| .* \| \d+\.\d \(", text) for rung in rungs)
     assert "| no kernel | `ATTN=cudnn` | skipped |" in text and "- no kernel: `ATTN=cudnn" in text
-
-
-def test_the_committed_ladder_follows_from_its_logs():
-    import ladder
-    for folder in (REPOSITORY / "records" / "track_speedup_ladder").glob("*/"):
-        assert (folder / "README.md").read_text() == ladder.report(folder)

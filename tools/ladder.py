@@ -5,22 +5,19 @@
 
 Bring your own text, in GPT-2 tokens: data/prepare.py TEXT --tokenizer gpt2. A small validation split saves time, as
 each rung ends with export and score. NAME=value arguments apply to every rung. A rung that fails here, as its ATTN or
-COMPILE=1 may, is skipped, and later rungs omit its settings. The folder records/track_speedup_ladder/DATE_NAME gets
-ladder.json, the log of every rung that ran, and README.md with the table.
+COMPILE=1 may, is skipped, and later rungs omit its settings. The table is printed; logs/ladder_rungN.jsonl has each rung's log.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from common import ROOT, count_cores, hardware, launcher, load_json, pairs_of, table
+from common import ROOT, count_cores, hardware, launcher, pairs_of, table
 from events import read_events
 
 SHAPES = {
@@ -48,9 +45,9 @@ RUNGS = [  # name; the settings that it adds
 UNTIMED = 10  # steps before those that are timed
 
 
-def climb(folder: Path, shape: str, extra: list[str]) -> None:
-    """Run all rungs, one after another, each with the settings of those before it that did not fail, and keep their logs
-    in a new folder. Raises ValueError if the first one fails, or if no step would be timed."""
+def climb(shape: str, extra: list[str]) -> str:
+    """Run all rungs, one after another, each with the settings of those before it that did not fail. Return the report.
+    Raises ValueError if the first one fails, or if no step would be timed."""
     below = pairs_of(f"{COMMON} {SHAPES[shape]}".split())
     if int({**below, **pairs_of(extra)}["ITERATIONS"]) < UNTIMED + 3:
         raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
@@ -78,19 +75,13 @@ def climb(folder: Path, shape: str, extra: list[str]) -> None:
             skipped[name] = error[1].replace("`", "'")[:300] if error else f"status {result.returncode}"
         else:
             below = settings
-            logs[f"rung{number:02d}.jsonl"] = ROOT / "logs" / f"{run_id}.jsonl"
+            logs[name] = read_events(ROOT / "logs" / f"{run_id}.jsonl")
         print(number, name, f"is skipped: {skipped[name]}" if name in skipped else "", flush=True)
-    folder.mkdir()
-    for name, log in logs.items():
-        shutil.copy(log, folder / name)
-    about = {"hardware": hardware(), "shape": shape, "extra": extra, "skipped": skipped}
-    (folder / "ladder.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(report(folder), encoding="utf-8")
+    return report(shape, logs, skipped)
 
 
-def measure(path: Path) -> list[str]:
+def measure(events: list[dict]) -> list[str]:
     """Return a rung's cells of the table: time, speed, memory and losses. The first ten steps are not timed."""
-    events = read_events(path)
     trained = [event for event in events if event["event"] == "train"]
     clock = [event["train_time_ms"] for event in trained]
     times = [after - before for before, after in zip(clock[UNTIMED - 1:], clock[UNTIMED:])]
@@ -102,25 +93,24 @@ def measure(path: Path) -> list[str]:
             f"{trained[0]['train_loss']:.2f} to {last:.2f}"]
 
 
-def report(folder: Path) -> str:
-    """Return README.md of a ladder, from ladder.json and the logs alone."""
-    about = load_json(folder / "ladder.json")
-    skipped, rows = about.get("skipped", {}), []
-    for number, (name, sets) in enumerate(RUNGS, 1):
-        cells = ["skipped", *["n/a"] * 3] if name in skipped else measure(folder / f"rung{number:02d}.jsonl")
+def report(shape: str, logs: dict[str, list[dict]], skipped: dict[str, str]) -> str:
+    """Return the table in Markdown and what it was measured on. `logs` has the events of a rung by its name."""
+    rows = []
+    for name, sets in RUNGS:
+        cells = ["skipped", *["n/a"] * 3] if name in skipped else measure(logs[name])
         rows.append([name, f"`{sets}`" if sets else "", *cells])
-    events = read_events(folder / "rung01.jsonl")
+    events = logs[RUNGS[0][0]]
     start, config = events[0], events[0]["config"]
     code = next(event["code_sha256"] for event in events if event["event"] == "export")
-    text = f"""# The speed-up ladder on {about['hardware']}
+    text = f"""# The speed-up ladder on {hardware()}
 
-- Shape `{about['shape']}`: {config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, \
+- Shape `{shape}`: {config['NUM_LAYERS']} layers of width {config['MODEL_DIM']}, {config['NUM_HEADS']} heads, \
 vocabulary {config['VOCAB_SIZE']:,}, rows of {config['TRAIN_SEQ_LEN']:,}, {config['TRAIN_BATCH_TOKENS']:,} tokens a step.
 - Device {config['DEVICE']}, {start['threads']} threads, PyTorch {start['torch']}, train_gpt.py {code[:12]}, data \
 {Path(config['DATA_PATH']).name}.
 - {config['ITERATIONS']} steps a rung. Median and interquartile range (IQR) are of the steps after the first {UNTIMED}, each \
 of which was waited for.
-- MiB is the peak of memory: of CUDA's tensors, or of the process on a CPU. The losses show that a rung learns; they rank nothing.
+- MiB is the peak of the memory of CUDA's tensors. The losses show that a rung learns; they rank nothing.
 """
     header = "| rung, with all before it | sets | ms a step (IQR) | tokens/s | MiB | train_loss: first, mean of last 10 |"
     lines = [*text.splitlines(), "", *table(header, rows)]
@@ -133,16 +123,10 @@ of which was waited for.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--name", default="", help="of the folder (default: the shape)")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py for every rung")
     options = parser.parse_args()
     try:
-        date = time.strftime("%Y-%m-%d", time.gmtime())
-        folder = ROOT / "records" / "track_speedup_ladder" / f"{date}_{options.name or options.shape}"
-        if folder.exists():
-            raise ValueError(f"{folder.relative_to(ROOT)} is there already; delete it, or choose another --name")
-        climb(folder, options.shape, options.settings)
-        print(folder.relative_to(ROOT))
+        print("", climb(options.shape, options.settings), sep="\n", end="")
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")
 
