@@ -39,8 +39,7 @@ from rules import (  # noqa: E402
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
-KINDS = {"CPU, bfloat16": "CPUs with AVX512-BF16 or AMX use bfloat16 by default. ",
-         "CPU, float32": "CPUs without AVX512-BF16 and AMX use float32 by default. "}
+KINDS = {"CPU, bfloat16": " (by default with AVX512-BF16 or AMX)", "CPU, float32": " (by default without AVX512-BF16 and AMX)"}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 
@@ -183,16 +182,16 @@ def package(options, folder: Path, run_ids: list[str]) -> None:
 # ---- The leaderboard -----------------------------------------------------------------------------------
 
 
-def record_row(place: int, submission: dict, folder: str) -> list[str]:
+def record_row(submission: dict, folder: str) -> list[str]:
     """Return the cells of one record, or of a line of history."""
     scores = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
     against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
     name = f"{submission['date']}_{submission['name']}"
     link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
-    return [str(place), f"{score(submission):.4f} ± {deviation(scores):.4f}", str(len(scores)),
-            f"{submission['bytes_total']:,}", submission["hardware"], "yes" if submission["is_best"] else "no", against,
-            submission["author"], link]
+    bold = "**" if submission["is_best"] else ""
+    return [f"{bold}{score(submission):.4f} ± {deviation(scores):.4f}{bold}", str(len(scores)), f"{submission['bytes_total']:,}",
+            submission["hardware"], against, submission["author"], link]
 
 
 def leaderboard(records: Path) -> str:
@@ -207,11 +206,10 @@ def leaderboard(records: Path) -> str:
             lines += ["No record yet.", ""]
         submissions.sort(key=lambda submission: (kind_of(submission), score(submission)))
         for (_, division, machine), members in groupby(submissions, kind_of):
-            rows = [record_row(place, submission, folder.name) for place, submission in enumerate(members, 1)]
-            lines += [f"**Division `{division or 'none'}`, {machine}.** {KINDS.get(machine, '')}Lower is better. Compare only "
-                      "rows of this table. p is from a test against the best of the older rows.", ""]
-            lines += [*table("| | bits per byte | seeds | bytes | machine | best at its time | against the best before it | by | "
-                             "record |", rows), ""]
+            rows = [record_row(submission, folder.name) for submission in members]
+            lines += [f"Division `{division or 'none'}`, {machine}{KINDS.get(machine, '')}. Lower is better. Compare rows of this "
+                      "table only. Bold: the best at its time.", ""]
+            lines += [*table("| bits per byte | seeds | bytes | machine | against the best before it | by | record |", rows), ""]
     return "\n".join(lines)
 
 
