@@ -63,7 +63,7 @@ def test_every_configuration_is_one_of_the_trainers():
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
 def test_two_commits_are_compared_and_steps_are_profiled(tmp_path):
-    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "bench.py"), "cpu-small", "--against", "HEAD",
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench.py"), "cpu-small", "--against", "HEAD",
                "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)

@@ -16,7 +16,7 @@ COMMITTED = json.loads((REPOSITORY / "tests" / "kernels.json").read_text(encodin
 @pytest.mark.parametrize("case", compile_for_gpu.CASES)
 def test_kernels_and_bytes_are_those_that_are_committed(case):
     """If a change of the counts is intended: compile_for_gpu.py --json > tests/kernels.json."""
-    command = [sys.executable, str(REPOSITORY / "records" / "lab" / "compile_for_gpu.py"), case, "--json"]
+    command = [sys.executable, str(REPOSITORY / "tools" / "compile_for_gpu.py"), case, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {case: COMMITTED[case]}
