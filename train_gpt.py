@@ -93,7 +93,7 @@ class Config:
     warmdown_iters: int = var(3000, "lower the rates in the last N steps; <= 0: never", low=-1e9)
     train_batch_tokens: int = var(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = kept(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = free(0, "spans of text (not passes) a rank and step; 0: 8 / ranks")
+    grad_accum_steps: int = free(0, "spans of text per rank and step (not passes); 0: 8 / ranks")
     micro_batch_tokens: int = free(0, "maximum tokens in a forward pass; 0: by device")
     val_loss_every: int = free(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = free(524288, "a pass scores at most N / ranks / GRAD_ACCUM_STEPS tokens")
@@ -179,7 +179,7 @@ class Config:
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
         require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
-        require(self.lanes <= self.num_layers - self.loop_start,  # they start in the last pass
+        require(self.lanes <= self.num_layers - self.loop_start,  # from the loop's last pass on
                 f"LANES={self.lanes} must be at most NUM_LAYERS - LOOP_START")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
@@ -294,7 +294,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split(self.heads, dim=2)
         if config.shift_keys:  # so that one layer can copy what followed (modded-nanogpt#169)
             pair = torch.arange(k.size(3), device=k.device) % (k.size(3) // 2)  # of a channel
-            fast = config.rope_dims // 2 or k.size(3) // 4  # later pairs, slow or still, shift
+            fast = config.rope_dims // 2 or k.size(3) // 4  # rotating pairs, or half; others shift
             k = torch.where(pair < fast, k, token_before(k))
         q = rms_norm(q, self.q_gain.to(q.dtype)[:, None])
         q, k = rotate(q, cos, sin), rotate(rms_norm(k), cos, sin)
@@ -673,8 +673,8 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         periods = (often, config.val_loss_every, config.checkpoint_every)
         is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
         if is_logged or is_near_end or any(is_due(step, every) for every in periods):
-            skips = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # less: stuck
-            checked = loss if skips else loss + norm  # a gradient's overflow only skips a step
+            scaled = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20  # low: stuck
+            checked = loss if scaled else loss + norm  # GradScaler skips overflows unless stuck
             if clock.agree(not checked.isfinite()):  # waits for the device; sets time, stop_signal
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
@@ -899,7 +899,7 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path) -> np.ndarray:
     return tokens
 
 def load_byte_table(config: Config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; bytes of tokens (V, 2): in text, after a boundary; boundaries (V,)."""
+    """The kind; bytes of tokens (V, 2): in a text, after a control token; control tokens (V,)."""
     path = config.tokenizer_path
     after_boundary = boundary = None
     try:
@@ -972,8 +972,8 @@ class Validation:
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
         same_shape = batch * length == config.micro_batch_tokens and length == config.train_seq_len
-        reuses = same_shape and config.compile != "0" and windows * stride < 1 << 20  # same graph
-        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)  # last: empty
+        reuses = same_shape and config.compile != "0" and windows * stride < 2**20  # train's graph
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.count)  # and padding
         starts = np.concatenate(([0], stops[:-1]))  # scored from start to stop; padding: nothing
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # it has no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1209,7 +1209,7 @@ class Clock:
         """Keep a signal until the ranks agree on it; Ctrl-C again, after a second, ends at once."""
         now = time.monotonic()
         first, received = self.signals[0] if self.signals else (number, now)
-        if signal.SIGINT in (first, number) and now > received + 1:  # torchrun adds SIGTERM
+        if signal.SIGINT in (first, number) and now > received + 1:  # sooner: torchrun's SIGTERM
             os._exit(128 + number)  # sys.exit would wait for ranks
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
@@ -1234,7 +1234,7 @@ def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
     clock = trainer.clock
     with clock.paused():
         score = validation.score(trainer.model)
-        label = validation.label + (" weights:live" if trainer.average else "")  # no average
+        label = validation.label + (" weights:live" if trainer.average else "")  # not the average
         log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
                   "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms" + label,
                   step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
