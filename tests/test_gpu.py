@@ -35,9 +35,6 @@ SHARD_TOKENS = 1 << 20
 found: dict[str, str] = {}  # rows of the table
 
 
-# ---- Helpers that take a device ----------------------------------------------------------------------------
-
-
 def arguments_of(data: Path, device: str, **settings) -> list[str]:
     settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "vocabulary.model", "DEVICE": device, "RUN_ID": "run", **settings}
     return [f"{name}={value}" for name, value in settings.items()]
@@ -62,9 +59,6 @@ def compare_losses(title: str, losses: dict[int, float], wanted: dict[int, float
     difference = max(abs(losses[step] - wanted[step]) for step in losses)
     found[f"{title}: largest difference of the loss"] = f"{difference:.1e} (limit {limit:g})"
     assert all(np.isfinite([*losses.values()])) and difference <= limit, (title, losses, wanted)
-
-
-# ---- Fixtures ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,9 +120,6 @@ def run_once(tmp_path_factory, data):
 def native_type() -> str:
     """The 16-bit type that the card computes in hardware, by its generation."""
     return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
-
-
-# ---- Tests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype, limit", [("float32", FLOAT32_LIMIT), ("bfloat16", HALF_LIMIT)])

@@ -224,9 +224,6 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
     assert next(parts, None) is None
 
 
-# ---- tools/common.py -----------------------------------------------------------------------------------------------
-
-
 def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
     make_shards(tmp_path)
     shutil.copy(REPOSITORY / "train_gpt.py", tmp_path)

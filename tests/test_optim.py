@@ -191,9 +191,6 @@ def test_an_overflow_of_one_optimizer_does_not_reach_the_other(clip):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-# ---- The clock ---------------------------------------------------------------------------------------------
-
-
 class FakeRanks:
     """One of several ranks. Its time in ms passes only where a test says so. When the ranks agree, the others arrive `late`
     ms after it, and may have a signal or a fault."""
