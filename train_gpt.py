@@ -162,7 +162,7 @@ class Config:
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
     export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
     gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    size_cap: int = free(0, "maximum bytes of code and artifact; 0: no check")
+    size_cap: int = free(0, "maximum bytes of code and artifact: raises EXPORT_CLIP; 0: no check")
 
     def __post_init__(self):
         for f in fields(self):
@@ -1027,8 +1027,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
 
 def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
-    clip = config.export_clip
-    published = config.export_bits == config.embed_bits == 8 and not clip and not grams
+    published = config.export_bits == config.embed_bits == 8 and not (config.export_clip or grams)
     about = {name: getattr(config, name.lower()) for name in KEPT}
     in_float32 = config.int8_keep_float_fp32_name_patterns or config.control_tensor_name_patterns
     path = Path(config.tokenizer_path)
@@ -1042,7 +1041,7 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             gram = (grams or {}).get(name)
             plain = published or t.ndim != 2 or matches(name, config.control_tensor_name_patterns)
-            pair = quantize_tensor(t) if plain else round_rows(t, bits, clip, gram)
+            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, gram)
             artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -1061,14 +1060,16 @@ def saved(value) -> bytes:
     torch.save(value, buffer)
     return buffer.getvalue()
 
-def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
-    """The artifact's file, in the smaller of two codings, and what the log says of it."""
+def pack(state: dict, config: Config, grams: dict | None = None, code=0) -> tuple[bytes, dict]:
+    """The artifact in the smaller of two codings, coarser until SIZE_CAP holds; what to log."""
     artifact, payload = quantize(state, config, grams)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
     data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
+    if 0 < config.size_cap < len(data) + code and 0 < config.export_clip < 99:
+        return pack(state, replace(config, export_clip=1.05 * config.export_clip), grams, code)
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
-                  "artifact_sha256": sha256(data).hexdigest()}
+                  "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
     """What torch.save wrote in a file, which zlib may have packed. Runs no code of hostile ones."""
@@ -1222,11 +1223,10 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
     """Take WARMUP_STEPS steps, undo them, start the clock."""
-    config = trainer.config
-    before = saved(trainer.state_dict())
-    for i in range(1, 1 + (config.warmup_steps if config.iterations else 0)):
+    before, steps = saved(trainer.state_dict()), trainer.config.warmup_steps
+    for i in range(1, 1 + (steps if trainer.config.iterations else 0)):
         trainer.train_step(loader.batches(0)[:1])
-        log.line(f"warmup_step:{i}/{config.warmup_steps}")
+        log.line(f"warmup_step:{i}/{steps}")
     trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
 
 def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
@@ -1278,10 +1278,10 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
                  f"step:{clock.step}/{config.iterations}")
     log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20 or 'unknown'} MiB")
     if ranks.rank == 0:
-        path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
+        path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
-        data, about = pack(state, config, grams)
+        data, about = pack(state, config, grams, code)
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
@@ -1289,12 +1289,12 @@ Total submission size: {model_total} bytes
 Serialized model int8+zlib: {artifact_bytes} bytes \
 (payload:{payload_bytes} raw_torch:{raw_bytes} payload_ratio:{payload_ratio:.2f}x)
 Total submission size int8+zlib: {total_bytes} bytes""",
-                  step=clock.step, model_bytes=len(floats), code_bytes=code_bytes,
-                  model_total=len(floats) + code_bytes, total_bytes=len(data) + code_bytes,
+                  step=clock.step, model_bytes=len(floats), code_bytes=code,
+                  model_total=len(floats) + code, total_bytes=len(data) + code,
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
-        if 0 < config.size_cap < len(data) + code_bytes:
-            log.line(f"WARNING: larger than SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
+        if about["export_clip"] > config.export_clip or 0 < config.size_cap < len(data) + code:
+            log.line(f"WARNING: SIZE_CAP={config.size_cap}: EXPORT_CLIP={about['export_clip']:g}")
         load_weights(trainer.model, path)
     for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
         dist.broadcast(p.data, 0)  # the other ranks may not see the file

@@ -118,12 +118,17 @@ def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, cap
     words = tiny_arguments(make_shards(tmp_path), ITERATIONS=0, INIT_FROM="init.pt")
     run_here(monkeypatch, tmp_path, *words)
     artifact = tmp_path / "final_model.int8.ptz"
-    size = artifact.stat().st_size + train_gpt.Path(train_gpt.__file__).stat().st_size
+    code = train_gpt.Path(train_gpt.__file__).stat().st_size
+    size = artifact.stat().st_size + code
     for cap, warns in ((size, False), (size - 1, True)):
         capsys.readouterr()
         run_here(monkeypatch, tmp_path, *words, f"SIZE_CAP={cap}")
-        warning = f"WARNING: larger than SIZE_CAP={cap}; lower EXPORT_BITS"
-        assert (warning in capsys.readouterr().out) == warns
+        assert (f"WARNING: SIZE_CAP={cap}: EXPORT_CLIP=0" in capsys.readouterr().out) == warns
+    coarse = [*words, "EXPORT_CLIP=4", "INT8_KEEP_FLOAT_MAX_NUMEL=100"]
+    run_here(monkeypatch, tmp_path, *coarse)
+    cap = artifact.stat().st_size + code - 500
+    run_here(monkeypatch, tmp_path, *coarse, f"SIZE_CAP={cap}")  # EXPORT_CLIP rises until it fits
+    assert artifact.stat().st_size + code <= cap and f"WARNING: SIZE_CAP={cap}: EXPORT_CLIP=" in capsys.readouterr().out
 
 
 def test_weights_that_are_only_exported_can_be_calibrated(tmp_path, monkeypatch):
