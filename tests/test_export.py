@@ -210,7 +210,7 @@ def test_bombs_are_refused_at_once_and_in_little_memory(tmp_path):
         for entry in stored.infolist():
             deflated.writestr(entry.filename, stored.read(entry.filename))
     (tmp_path / "inside.ptz").write_bytes(zlib.compress((tmp_path / "deflated.pt").read_bytes()))
-    reasons = {"bomb.ptz": "not a zip file", "deflated.pt": "packed entries", "inside.ptz": "not a zip file"}  # the last is cut at 32 times its size
+    reasons = {"bomb.ptz": "not a zip file", "deflated.pt": "entries are packed", "inside.ptz": "not a zip file"}  # the last is cut at 32 times its size
     model = train_gpt.GPT(tiny_config())
     tracemalloc.start()
     for name, reason in reasons.items():
