@@ -109,7 +109,7 @@ def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp
         run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=f"run: {sys.executable} -m pip install matplotlib"):
+    with pytest.raises(SystemExit, match=f"run: {events.interpreter()} -m pip install matplotlib"):
         run_script(monkeypatch, plot, *runs)
 
 
