@@ -495,12 +495,10 @@ def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.opt
         if p.ndim == 2 and name.startswith("blocks.") and not is_control:
             kind = "matrix"
         groups[kind]["params"].append(p)
-    muon = []
-    if config.optimizer == "muon":
-        muon = [Muon([groups.pop("matrix")], config, ranks)]
+    matrices = [groups.pop("matrix")] if config.optimizer == "muon" else []
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
-    return [adam, *muon]
+    return [adam, *(Muon([group], config, ranks) for group in matrices)]
 
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # the last step of an epoch may read rows of the next one
@@ -550,8 +548,7 @@ class TokenLoader:
         first = 0 if config.overfit else step * self.pieces
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
             if self.shuffled:
-                epoch, row = divmod(piece, self.rows)
-                piece = epoch_order(config.seed, epoch, self.rows)[row]
+                piece = epoch_order(config.seed, piece // self.rows, self.rows)[piece % self.rows]
             texts.append(self.read(piece * self.stride, self.length + 1))
         pairs = np.stack([(text[:-1], text[1:]) for text in texts], 1).astype(np.int64)
         parts = [*self.ranks.put(pairs.reshape(2, -1, config.train_seq_len))]  # inputs, targets
@@ -1060,14 +1057,12 @@ def saved(value) -> bytes:
     torch.save(value, buffer)
     return buffer.getvalue()
 
-def pack(state: dict, config: Config, grams: dict | None = None, code=0) -> tuple[bytes, dict]:
-    """The artifact in the smaller of two codings, coarser until SIZE_CAP holds; what to log."""
+def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
+    """The artifact's file, in the smaller of two codings, and what the log says of it."""
     artifact, payload = quantize(state, config, grams)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
     data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
-    if 0 < config.size_cap < len(data) + code and 0 < config.export_clip < 99:
-        return pack(state, replace(config, export_clip=1.05 * config.export_clip), grams, code)
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
@@ -1227,6 +1222,7 @@ def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
     for i in range(1, 1 + (steps if trainer.config.iterations else 0)):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{steps}")
+    gc.collect()
     trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
 
 def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
@@ -1281,7 +1277,13 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
-        data, about = pack(state, config, grams, code)
+        data, about = pack(state, config, grams)
+        while 0 < config.size_cap < len(data) + code:
+            log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raise it")
+            if not 0 < config.export_clip < 2 * trainer.config.export_clip:  # other ranks wait
+                break
+            config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
+            data, about = pack(state, config, grams)
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
@@ -1293,8 +1295,6 @@ Total submission size int8+zlib: {total_bytes} bytes""",
                   model_total=len(floats) + code, total_bytes=len(data) + code,
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
-        if about["export_clip"] > config.export_clip or 0 < config.size_cap < len(data) + code:
-            log.line(f"WARNING: SIZE_CAP={config.size_cap}: EXPORT_CLIP={about['export_clip']:g}")
         load_weights(trainer.model, path)
     for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
         dist.broadcast(p.data, 0)  # the other ranks may not see the file
@@ -1358,8 +1358,8 @@ def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validatio
              overrides: dict) -> None:
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
-    rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
+    rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers for g in o.param_groups}
     log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
               val_tokens=validation.count, val_bytes=validation.bytes, torch=torch.__version__,
               world_size=ranks.world_size, threads=torch.get_num_threads(),
