@@ -1,4 +1,4 @@
-"""Score the artifacts of a record again: by the logits of the record's model, whose loss score_logits.py computes.
+"""Score the artifacts of a record again: by the logits of the record's model, whose loss tools/probe.py computes.
 
 The script runs in a new folder with one artifact and the validation tokens; its own evaluation is not used.
 """
@@ -19,7 +19,6 @@ from common import ROOT
 from rules import Findings, check_division, find_table, load_track
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
-PREFIX_LOGITS = 1e-3  # float32 logits of a row and of its beginning; 1.4e-5 was measured
 
 
 def data_command(of_division: dict, config) -> str:
@@ -55,16 +54,17 @@ def read_data(config, track: dict, division: str, findings: Findings):
 
 
 def score_artifact(folder: Path, seed: dict, tokens: np.ndarray) -> dict:
-    """Return what score_logits.py prints of a seed's artifact in a new process. Raises ValueError with its error."""
+    """Return what probe.py prints of a seed's artifact in a new process. Raises ValueError with its error."""
     settings = {key: value for key, value in seed["overrides"].items() if key != "ATTN"}  # the kernels of this machine
     settings |= {"INIT_FROM": "artifact.ptz", "DTYPE": seed["settings"]["DTYPE"], "COMPILE": "0",
                  "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(folder / "train_gpt.py", place)
-        shutil.copy(Path(__file__).with_name("score_logits.py"), place)
+        shutil.copy(ROOT / "tools" / "probe.py", place)
         shutil.copy(folder / f"artifact_seed{seed['seed']}.int8.ptz", Path(place, "artifact.ptz"))
         np.save(Path(place, "tokens.npy"), tokens)
-        command = [sys.executable, "score_logits.py", *(f"{key}={value}" for key, value in settings.items())]
+        words = [f"{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "probe.py", "train_gpt.py", "score", *words]
         environment = {"OMP_NUM_THREADS": str(seed["threads"]), **os.environ}
         result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -75,6 +75,7 @@ def score_artifact(folder: Path, seed: dict, tokens: np.ndarray) -> dict:
 def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) -> list[str]:
     """Score the artifacts of these seeds again; return a line about each."""
     import train_gpt
+    from probe import APART
     settings, lines = seeds[0]["settings"], []
     names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
     config, _ = train_gpt.load_config([f"{name}={settings[name]}" for name in names], {})
@@ -93,7 +94,7 @@ def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) 
         bpb = found["nats"] / math.log(2) / validation.bytes
         findings.check(abs(bpb - seed["val_bpb"]) <= RERUN_BPB,
                        f"seed {number}: the model's logits score {bpb:.8f}, not {seed['val_bpb']:.8f}")
-        findings.check(found["apart"] <= PREFIX_LOGITS,
+        findings.check(found["apart"] <= APART,
                        f"seed {number}: logits change by {found['apart']:.2g} with later tokens or other rows")
         lines.append(f"seed {number}: scored again {bpb:.8f}, in the log {seed['val_bpb']:.8f}, {bpb - seed['val_bpb']:+.1e}")
     return lines

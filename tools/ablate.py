@@ -1,112 +1,399 @@
-"""Train variations of one setting with several seeds, and print what each is worth.
+"""Say whether changes to settings or to the script make a better model, in as few runs as that takes.
 
-    python tools/ablate.py control 'relu MLP_SLOPE=0' 'wide MLP_MULT=4' --base records/presets/cpu_1mb.env \\
-        --seeds 1337,1338 --jobs 2 --settings ITERATIONS=1500 DATA_PATH=data/datasets/sotu_caseops2048
+    python tools/ablate.py base 'relu MLP_SLOPE=0' 'mine script=ideas/train_gpt.py' --base records/presets/cpu_1mb.env \\
+        --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
+    python tools/ablate.py tried [WORD]      list the comparisons that the logs hold
 
-A variation is a name and its settings; the first one is what the others are compared with. All run for the same
-ITERATIONS, so that a noisy machine changes nothing; bench.py says what a variation costs in time. With --seconds N, all run
-for the same time instead, which counts what a variation costs: use a quiet machine and --jobs 1. Runs that have finished
-with these settings and this script are kept. The logs are logs/ablate_NAME_SEED.jsonl.
+A variation is a name and its settings; script=FILE trains another script. The first one is what the others are compared with.
+All train with seed after seed, until each gets a verdict:
 
-p is that of the records' test, one-sided: how often seeds alone would make a variation look this much better than the
-first one.
+    better     it gains; without any gain, this is said in at most 5 % of cases
+    no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
+    undecided  --most-seeds seeds do not tell
+    invalid    its scores would be wrong: its logits depend on later tokens or other rows, or its loss is not theirs
+    failed     a run failed
+
+All train for ITERATIONS, or with --seconds for a time: then use a quiet machine. What logs/ has is not trained again: the same
+script (but for comments), settings, data, seed, PyTorch and kind of machine. So a command that was stopped can be repeated.
+Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the command, 3 if a run failed.
 """
 
 import argparse
+import json
+import math
 import os
+import queue
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from common import ROOT, compare_scores, count_cores, deviation, has_finished, pairs_of, require_packages, table
-import train_gpt
-from events import read_events
+from common import ROOT, count_cores, gpu_names, pairs_of, require_packages, table
+from effects import (
+    Effect, Run, compare_all, content_of, differing, judge, limits_of, pairs_needed, pairs_of_seeds, read_run, read_runs,
+    spread_before,
+)
+
+LOGS = ROOT / "logs"
+WAIT_S = 5  # between looks at a run that another command trains
+OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
 
 
-def train(name: str, seed: str, settings: dict[str, str], seconds: float, threads: int) -> list[dict]:
-    """Train a variation, for ITERATIONS or `seconds` if that is not 0, unless that has been done. Returns the events of its
-    log. Exits if the run fails."""
-    run_id = f"ablate_{name}_{seed}"
-    given = {**settings, "SEED": seed, "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}",
-             "MAX_WALLCLOCK_SECONDS": str(seconds)}
-    if not has_finished(ROOT, run_id, given, ranks=1):
-        shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)
-        words = [f"{key}={value}" for key, value in given.items()]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        result = subprocess.run([sys.executable, "train_gpt.py", *words], cwd=ROOT, env=environment,
-                                capture_output=True, text=True, check=False)
+@dataclass
+class Arm:
+    """A variation at one length, and what is known of it."""
+    name: str
+    script: Path
+    settings: dict
+    plan: dict = field(default_factory=dict)  # what probe.py says
+    content: dict = field(default_factory=dict)  # of its runs
+    verdict: str = ""
+    reason: str = ""
+    runs: list = field(default_factory=list)  # one of each seed
+
+    def add(self, runs: list[Run]) -> None:
+        """Take the runs that are of this arm. Files without a digest in its log must be older than the log."""
+        config = self.plan["config"]
+        files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
+        files += [] if self.plan["data_sha256"] else Path(config["DATA_PATH"]).glob("*.bin")
+        newest = max((Path(file).stat().st_mtime for file in files), default=0)
+        for run in runs:
+            is_new = run.seed not in {known.seed for known in self.runs}
+            if is_new and run.log.stat().st_mtime > newest and not differing(run.content, self.content):
+                self.runs.append(run)
+
+
+# ---- The command ---------------------------------------------------------------------------------------
+
+
+def read_arms(options, folder: Path) -> list[list[Arm]]:
+    """Return the variations for each length. Their scripts are copied into `folder`, so that they can be edited meanwhile.
+    Raises ValueError for a mistake."""
+    common = {}
+    if options.base:
+        lines = Path(options.base).read_text(encoding="utf-8").splitlines()
+        common = pairs_of([line for line in lines if line and not line.startswith("#")])
+    common |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
+    names = [words.split()[0] for words in options.variations]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
+    if settings := [name for name in names if "=" in name]:
+        raise ValueError(f"{settings[0]} is a setting; before it, in the same quotes, goes a name: 'NAME {settings[0]}'")
+    if len(names) < 2:
+        raise ValueError(f"{names[0]} is compared with nothing; give a second variation: 'NAME VARIABLE=value'")
+    if options.horizons and options.seconds:
+        raise ValueError("--horizons are steps and --seconds is a time; give one of them")
+    variations = []
+    for number, (name, *words) in enumerate(map(str.split, options.variations)):
+        own = pairs_of(words)
+        script = Path(own.pop("script", ROOT / "train_gpt.py"))
+        copy = folder / str(number) / "train_gpt.py"
+        copy.parent.mkdir()
+        shutil.copy(script, copy)
+        if "SEED" in own:
+            raise ValueError(f"{name} sets SEED; set the first seed of all with --settings SEED={own['SEED']}")
+        variations.append((name, copy, {**common, **own}))
+    lengths = [{"ITERATIONS": steps} for steps in options.horizons.replace(" ", "").split(",")] if options.horizons else [{}]
+    return [[Arm(name, script, {**settings, **length}) for name, script, settings in variations] for length in lengths]
+
+
+def make_plans(arms: list[Arm], environment: dict) -> None:
+    """Ask each script, in one process for all its arms, what it would train, and whether its model is valid. Raises ValueError
+    for a setting that is wrong."""
+    by_code: dict[bytes, list[Arm]] = {}
+    for arm in arms:
+        by_code.setdefault(arm.script.read_bytes(), []).append(arm)
+    for members in by_code.values():
+        lists = [[f"RUN_ID={arm.name}", *(f"{name}={value}" for name, value in arm.settings.items())] for arm in members]
+        command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(members[0].script), "plan"]
+        result = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(lists), capture_output=True, text=True,
+                                check=False)
         if result.returncode:
-            sys.exit(f"ablate.py: {run_id} ended with status {result.returncode}: {result.stderr[-400:]}")
-    return read_events(ROOT / "logs" / f"{run_id}.jsonl")
+            raise ValueError(f"{members[0].name}: the script cannot be used: {result.stderr.strip().splitlines()[-1]}")
+        for arm, plan in zip(members, json.loads(result.stdout.splitlines()[-1])):
+            if "error" in plan:
+                raise ValueError(f"{arm.name}: {plan['error']}")
+            arm.plan, arm.content = plan, content_of(plan, arm.script.read_text(encoding="utf-8"))
+            arm.verdict, arm.reason = ("invalid", plan["fault"]) if plan["fault"] else ("", "")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variations", nargs="+", metavar="'NAME VARIABLE=value ...'")
-    parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
-    parser.add_argument("--seeds", default="1337,1338", help="numbers, separated by commas")
-    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
-                        help="runs at the same time, which share the cores")
-    parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all runs")
-    options = parser.parse_args()
-    try:
-        base = train_gpt.load_config([f"@{options.base}"] if options.base else [], {})[1]
-        common = {name: text for name, (text, origin) in base.items() if origin == f"@{options.base}"} | pairs_of(options.settings)
-        names = [words.split()[0] for words in options.variations]
-        if repeated := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
-        if settings := [name for name in names if "=" in name]:
-            raise ValueError(f"{settings[0]} is a setting; before it, in the same quotes, goes a name: 'NAME {settings[0]}'")
-        trials = [(name, seed, {**common, **pairs_of(words)}) for name, *words in map(str.split, options.variations)
-                  for seed in options.seeds.replace(" ", "").split(",")]
-        for _, seed, settings in trials:  # mistakes are found before the first run
-            train_gpt.load_config([f"{key}={value}" for key, value in {**settings, "SEED": seed}.items()], {})
-    except (OSError, ValueError) as error:
-        sys.exit(f"ablate.py: {error}")
-    if "," in options.seeds:
-        require_packages()
-    os.chdir(ROOT)  # to which the paths in the settings are relative
-    threads = max(1, count_cores() // options.jobs)
-    pool = ThreadPoolExecutor(options.jobs)
-    started, ended = time.monotonic(), []
-    print(f"{len(trials)} runs, {options.jobs} at a time", flush=True)
+# ---- Runs ----------------------------------------------------------------------------------------------
 
-    def run(trial: tuple[str, str, dict[str, str]]) -> list[dict]:
-        events = train(*trial, options.seconds, threads)
-        ended.append(trial)
-        minutes = (time.monotonic() - started) / len(ended) * (len(trials) - len(ended)) / 60
-        print(f"ablate_{trial[0]}_{trial[1]}: run {len(ended)} of {len(trials)}, about {minutes:.0f} min left", flush=True)
-        return events
 
-    try:
-        logs = list(pool.map(run, trials))
-    except KeyboardInterrupt:
-        sys.exit("ablate.py: stopped; the same command goes on, and keeps the runs that have finished")
-    finally:
-        pool.shutdown(cancel_futures=True)
-    results = {}
-    for (name, _, _), events in zip(trials, logs):
-        last = {event["event"]: event for event in events}
-        results.setdefault(name, []).append((
-            last["val"]["val_bpb"], last["final"]["val_bpb"], last["export"]["artifact_bytes"], last["val"]["step"]))
+class Runner:
+    """Trains arms, each on a GPU of its own if there are any, else on a share of the cores. `runs` are all that are known."""
+    def __init__(self, jobs: int, say):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = map(str, range(len(gpu_names()))) if visible is None else visible.split(",")
+        gpus = [number for number in numbers if number]
+        self.places: queue.Queue = queue.Queue()
+        for job in range(jobs):
+            self.places.put({"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if gpus else {})
+        self.environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, count_cores() // jobs))}
+        self.pool, self.processes, self.runs, self.say, self.is_stopping = ThreadPoolExecutor(jobs), [], [], say, False
+
+    def start(self, command: list[str]) -> str:
+        """Run a command; return its error, or ""."""
+        place = self.places.get()
+        process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        lines = process.communicate()[1].split("train_gpt.py: ")[-1].splitlines()  # what the trainer says, or a traceback
+        self.places.put(place)
+        last = " ".join(lines if len(lines) < 3 else lines[-1:])
+        return f"status {process.returncode}: {last}" if process.returncode else ""
+
+    def train(self, trial: tuple[Arm, int]) -> None:
+        """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm."""
+        arm, seed = trial
+        length = f"_{arm.settings['ITERATIONS']}" if "ITERATIONS" in arm.settings else ""
+        name = f"ablate_{arm.name}{length}_{seed}"
+        words = [f"{key}={value}" for key, value in arm.settings.items()]
+        command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}", f"OUT_DIR=logs/{name}"]
+        started, error = time.monotonic(), "a run writes to"
+        while "a run writes to" in error and not self.is_stopping:  # another command trains it
+            if list((LOGS / name).glob("final_model*")):  # of other content, or cut off
+                shutil.rmtree(LOGS / name)
+            error = self.start(command)
+            run = read_run(LOGS / f"{name}.jsonl")
+            if run and run.seed == seed and not differing(run.content, arm.content):
+                self.runs.append(run)
+                self.say(f"{name}: {run.bpb:.4f} bits per byte, {(time.monotonic() - started) / 60:.1f} min")
+                return
+            time.sleep(WAIT_S if error else 0)
+        changed = ", ".join(differing(run.content, arm.content)) if run else "its log"
+        arm.verdict, arm.reason = "failed", f"{name}: {error or f'{changed} is not what was planned'}"
+
+    def stop(self) -> None:
+        self.is_stopping = True
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.terminate()
+
+
+def effect_of(pairs: list[tuple[Run, Run]], runs: list[Run], most: int) -> tuple[Effect, Counter]:
+    """Return the effect, and the number of the earlier pairs behind its spread, by kind of machine."""
+    spread, freedom, machines = spread_before(compare_all(runs), pairs[0][1])
+    return limits_of([second.bpb - first.bpb for first, second in pairs], most, spread, freedom), machines
+
+
+def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
+    """Train the arms of one length with more and more seeds, until all have a verdict."""
+    first, *rest = arms
+    seed, count = first.plan["config"]["SEED"], min(2, options.most_seeds)
+    while undecided := [arm for arm in rest if not arm.verdict]:
+        trials = {}
+        for arm in (first, *undecided):
+            arm.add(runner.runs)
+            for missing in set(range(seed, seed + count)) - {run.seed for run in arm.runs}:
+                key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
+                trials.setdefault(key, (arm, missing))
+        list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials)]))
+        for arm in (first, *undecided):
+            arm.add(runner.runs)
+            arm.verdict, arm.reason = first.verdict or arm.verdict, first.reason or arm.reason
+        for arm in undecided:
+            if not arm.verdict:
+                effect, _ = effect_of(pairs_of_seeds(first.runs, arm.runs), runner.runs, options.most_seeds)
+                verdict = judge(effect, options.diff)
+                arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
+        count = min(options.most_seeds, count + max(1, options.jobs // (1 + len(undecided))))
+
+
+# ---- The answer ----------------------------------------------------------------------------------------
+
+
+def at_equal_time(first: Run, runs: list[Run], effect: float, ratio: float) -> float | None:
+    """Return the effect if the variation trained as long as the first, not as many steps: calculated from the scores of the
+    first at the nearest other length. None without such a run."""
+    slopes = {}
+    for other in runs:
+        if other.seed == first.seed and differing(first.content, other.content) == ["ITERATIONS"]:
+            factor = math.log(other.content["ITERATIONS"] / first.content["ITERATIONS"])
+            slopes[abs(factor)] = (other.bpb - first.bpb) / factor
+    nearest = min((distance for distance in slopes if distance > math.log(OTHER_LENGTH)), default=None)
+    return None if nearest is None else effect - slopes[nearest] * math.log(ratio)
+
+
+def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
+    """Return what is known of an arm, for --json."""
+    facts = {"name": arm.name, "iterations": arm.plan["config"]["ITERATIONS"], "seconds": options.seconds,
+             "verdict": arm.verdict, "reason": arm.reason, "diff": options.diff}
+    pairs = pairs_of_seeds(first.runs, arm.runs)
+    if not pairs or arm.verdict in ("invalid", "failed"):
+        return facts
+    effect, machines = effect_of(pairs, runs, options.most_seeds)
+    one, two = pairs[0]
+    ratio = statistics.median(second.step_ms for _, second in pairs) / statistics.median(run.step_ms for run, _ in pairs)
+    facts |= {"effect": effect.mean, "pairs": effect.pairs, "spread": effect.spread, "earlier_pairs": machines}
+    if effect.pairs > 1:
+        facts |= {"low": effect.low, "high": effect.high, "pairs_needed": pairs_needed(effect, options.most_seeds, options.diff)}
+    facts |= {"effect_before_export": statistics.mean(second.trained_bpb - run.trained_bpb for run, second in pairs),
+              "scores": [second.bpb for _, second in pairs], "scores_of_first": [run.bpb for run, _ in pairs],
+              "step_ratio": ratio, "bytes": two.artifact_bytes, "size_cap": two.content["SIZE_CAP"],
+              "logs": [str(second.log) for _, second in pairs]}
+    if not options.seconds:
+        facts["at_equal_time"] = at_equal_time(one, runs, effect.mean, ratio)
+    return facts
+
+
+def sentence(facts: dict, has_lengths: bool) -> str:
+    """Return the line about an arm."""
+    name = f"{facts['name']:<12}" + (f" {facts['iterations']:>6} steps " if has_lengths else "")
+    if "effect" not in facts:
+        return f"{name} {facts['verdict']:<9}  {facts['reason']}"
+    pairs = facts["pairs"]
+    interval = f" (90 % interval {facts['low']:+.4f} to {facts['high']:+.4f})" if pairs > 1 else ""
+    text = f"{facts['effect']:+.4f} bits per byte{interval}, {pairs} pair{'s' * (pairs > 1)} of seeds"
+    if facts["verdict"] == "no gain":
+        text = f"of {facts['diff']:g} or more: {text}"
+    if facts["verdict"] == "undecided" and pairs > 1:
+        text += f"; to see {facts['diff']:g} would take about {max(1, facts['pairs_needed'] - pairs)} more"
+    text += f"; a step takes {facts['step_ratio']:.2f} as long"
+    if facts.get("at_equal_time") is not None:
+        text += f"; at equal time {facts['at_equal_time']:+.4f} (calculated)"
+    if 0 < facts["size_cap"] < facts["bytes"]:
+        text += f"; {facts['bytes']:,} bytes are more than SIZE_CAP={facts['size_cap']}"
+    return f"{name} {facts['verdict']:<9}  {text}"
+
+
+def trend(lengths: list[tuple[Arm, Arm]]) -> str:
+    """Return a line on how a variation's effect changes from the first length to the last; pairs are (first, variation)."""
+    from scipy import stats
+    effects = [{second.seed: second.bpb - run.bpb for run, second in pairs_of_seeds(first.runs, arm.runs)}
+               for first, arm in (lengths[0], lengths[-1])]
+    changes = [effects[1][seed] - effects[0][seed] for seed in effects[0].keys() & effects[1].keys()]
+    name = lengths[0][1].name
+    if len(changes) < 2:
+        return f"{name}: fewer than two pairs do not tell whether its gain changes with the length"
+    mean, p = statistics.mean(changes), stats.ttest_1samp(changes, 0).pvalue
+    return (f"{name}: its gain {'grows' if mean < 0 else 'shrinks'} by {abs(mean):.4f} from the first length to the last, "
+            f"p = {p:.2g} (two-sided, {len(changes)} pairs)")
+
+
+def draw(rows: list[tuple[dict, Arm, Arm]], options) -> None:
+    """Draw the effects with their intervals, and how the pairs' differences went along the training."""
+    from matplotlib.figure import Figure
+    shown = sorted((row for row in rows if row[0].get("pairs", 0) > 1), key=lambda row: row[0]["effect"], reverse=True)
+    picture = Figure(figsize=(9, 2 + 0.4 * len(shown)), dpi=100, layout="constrained")
+    left, right = picture.subplots(1, 2)
+    for place, (facts, first, arm) in enumerate(shown):
+        length = f", {facts['iterations']} steps" if options.horizons else ""
+        reach = [1000 * (facts["high"] - facts["effect"])]
+        left.errorbar([1000 * facts["effect"]], [f"{facts['name']}{length}: {facts['verdict']}"], xerr=reach, fmt="o",
+                      color=f"C{place % 10}", capsize=3)
+        curves = [{step: 1000 * (two.curve[step] - one.curve[step]) for step in one.curve.keys() & two.curve.keys() if step}
+                  for one, two in pairs_of_seeds(first.runs, arm.runs)]
+        steps = sorted(set.intersection(*map(set, curves)))
+        means = [statistics.mean(curve[step] for curve in curves) for step in steps]
+        right.plot(steps, means, marker=".", color=f"C{place % 10}")
+    left.axvline(0, color="0.3", linewidth=1)
+    left.axvline(-1000 * options.diff, color="0.3", linewidth=1, linestyle=":")
+    left.set(title=f"against {rows[0][1].name}; dotted: a gain of {options.diff:g}", xlabel="thousandths of a bit per byte")
+    left.margins(y=0.2)
+    right.axhline(0, color="0.3", linewidth=1)
+    right.set(title="mean difference in training, before export", xlabel="step")
+    for axes in (left, right):
+        axes.title.set_fontsize(10)
+        axes.locator_params(axis="x", nbins=5)
+    picture.savefig(options.plot)
+
+
+def report(rows: list[tuple[dict, Arm, Arm]], lengths: list[list[Arm]], options) -> None:
+    """Print the verdicts."""
+    if options.json:
+        print("\n".join(json.dumps(facts) for facts, _, _ in rows))
+        return
+    earlier = Counter()
+    for facts, _, _ in rows:
+        earlier |= facts.get("earlier_pairs", Counter())
+    by_machine = ", ".join(f"{count} on {machine}" for machine, count in earlier.items())
+    print(f"against {lengths[0][0].name}; earlier pairs that tell the spread: {by_machine or 'none'}")
+    for facts, _, _ in rows:
+        print(sentence(facts, bool(options.horizons)))
+    if len(lengths) > 1:
+        for number in range(1, len(lengths[0])):
+            print(trend([(arms[0], arms[number]) for arms in lengths]))
+
+
+def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
+    """Return a table of the comparisons that the logs hold, the newest last, of those with `word` in their line."""
+    runs = read_runs(folders)
     rows = []
-    scores = {name: [{"val_bpb": number[0]} for number in numbers] for name, numbers in results.items()}
-    first_name = next(iter(results))
-    first = statistics.mean(number[0] for number in results[first_name])
-    for name, numbers in results.items():
-        test = compare_scores({}, scores[name], scores[first_name]) if name != first_name else None
-        score, exported, size, steps = map(statistics.mean, zip(*numbers))
-        spread = deviation([number[0] for number in numbers])
-        p = f"{test['p']:.2g}" if test else ""
-        rows.append([name, f"{score:.4f} ± {spread:.4f}", f"{score - first:+.4f}", p, f"{exported:.4f}",
-                     f"{size:,.0f}", f"{steps:,.0f}"])
-    header = "| | bits per byte | change | p | after export | artifact, bytes | steps |"
-    print("\n".join(table(header, rows)))
+    for pairs in compare_all(runs):
+        first, second = pairs[0]
+        names = differing(first.content, second.content)
+        changes = [f"{name} {first.content.get(name)} -> {second.content.get(name)}" for name in names if name in first.content]
+        changes += [f"{name}={second.content[name]}" for name in names if name not in first.content]
+        effect, _ = effect_of(pairs, runs, most)
+        interval = f"{effect.low:+.4f} to {effect.high:+.4f}" if len(pairs) > 1 else ""
+        seconds = second.content["MAX_WALLCLOCK_SECONDS"]
+        length = f"{seconds:g} s" if seconds else f"{second.content['ITERATIONS']} steps"
+        date = time.strftime("%Y-%m-%d", time.localtime(second.log.stat().st_mtime))
+        row = [second.log.stem, ", ".join(changes), f"{effect.mean:+.4f}", interval, len(pairs), length, second.text,
+               second.content["machine"], date]
+        if word.lower() in " ".join(map(str, row)).lower():
+            rows.append(row)
+    return table("| first log | what differs | bits per byte | 90 % interval | pairs | length | text | machine | date |", rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variations", nargs="+", metavar="'NAME [script=FILE] VARIABLE=value ...'", help="or: tried [WORD]")
+    parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all; SEED is the first seed")
+    parser.add_argument("--diff", type=float, default=0.002, metavar="N", help="the gain that matters (default: %(default)s)")
+    parser.add_argument("--most-seeds", type=int, choices=range(1, 65), default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--horizons", default="", metavar="N,N", help="compare at each of these ITERATIONS")
+    parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
+                        help="runs at the same time, each on a GPU of its own or a share of the cores")
+    parser.add_argument("--from", dest="folders", nargs="*", type=Path, default=[], metavar="FOLDER", help="more logs")
+    parser.add_argument("--plot", metavar="FILE", help="draw the effects")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
+    options = parser.parse_args()
+    require_packages()
+    folders = [LOGS, *(folder.resolve() for folder in options.folders)]
+    if options.variations[0] == "tried":
+        print("\n".join(list_tried(" ".join(options.variations[1:]), folders, options.most_seeds)))
+        return 0
+    runner = Runner(options.jobs, lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            lengths = read_arms(options, Path(folder))
+            make_plans([arm for arms in lengths for arm in arms], runner.environment)
+            if lengths[0][0].verdict:
+                raise ValueError(f"{lengths[0][0].name} is invalid: {lengths[0][0].reason}")
+        except (OSError, ValueError) as error:
+            print(f"ablate.py: {error}", file=sys.stderr)
+            return 2
+        os.chdir(ROOT)  # to which the paths in the settings are relative
+        runner.runs = read_runs(folders)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            for arms in lengths:
+                train_until_clear(arms, runner, options)
+        except KeyboardInterrupt:
+            print("ablate.py: stopped; the same command goes on, and keeps the runs that have finished", file=sys.stderr)
+            return 130
+        finally:
+            runner.stop()
+    rows = [(facts_of(arms[0], arm, runner.runs, options), arms[0], arm) for arms in lengths for arm in arms[1:]]
+    if options.plot:
+        draw(rows, options)
+    report(rows, lengths, options)
+    verdicts = {facts["verdict"] for facts, _, _ in rows}
+    if "failed" in verdicts:
+        return 3
+    return 2 if "invalid" in verdicts else int(verdicts != {"better"})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The instrument for ablations: its statistics, the logs as its memory, what makes a model invalid, and whole commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import ablate
+import effects
+import numpy as np
+import probe
+import pytest
+from conftest import REPOSITORY, make_shards, tiny_arguments
+
+pytest.importorskip("scipy")
+SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
+
+
+# ---- Statistics ----------------------------------------------------------------------------------------------------------
+
+
+def verdicts(effect: float, ratio: float, freedom: int, diff: float, count: int, most: int = 8) -> tuple[dict, float]:
+    """Shares of the verdicts about `count` simulated ablations, and the mean number of pairs. Earlier pairs have a spread of 1,
+    which `freedom` of them tell; these pairs have `ratio`."""
+    random = np.random.default_rng(1)
+    shares, pairs = dict.fromkeys(("better", "no gain", "undecided"), 0.0), 0
+    for _ in range(count):
+        differences = random.normal(effect, ratio, most).tolist()
+        earlier = (random.chisquare(freedom) / freedom) ** 0.5 if freedom else 0.0
+        for n in range(2, most + 1):
+            verdict = effects.judge(effects.limits_of(differences[:n], most, earlier, freedom), diff)
+            if verdict != "undecided":
+                break
+        shares[verdict] += 1 / count
+        pairs += n / count
+    return shares, pairs
+
+
+@pytest.mark.parametrize("ratio, freedom", [(1, 0), (0.5, 4), (1, 4), (2, 4), (1, 2)])
+def test_the_error_is_at_most_five_percent(ratio, freedom):
+    """Without an effect, "better"; with an effect of DIFF, "no gain". 4,000 repetitions have a standard error of 0.0035."""
+    assert verdicts(0.0, ratio, freedom, diff=1e9, count=4000)[0]["better"] <= 0.05 + 0.008
+    assert verdicts(-1.5, ratio, freedom, diff=1.5, count=4000)[0]["no gain"] <= 0.05 + 0.008
+
+
+def test_effects_are_found_in_few_runs():
+    plain, pairs = verdicts(-1.5, 1, 0, diff=1.5, count=1000)
+    moderated, fewer = verdicts(-6.0, 1, 4, diff=1.5, count=1000)
+    assert plain["better"] > 0.9 and pairs < 6
+    assert moderated["better"] > 0.99 and fewer < 2.3
+    assert verdicts(0.0, 1, 4, diff=3.0, count=1000)[0]["no gain"] > 0.97
+
+
+def test_limits_by_hand():
+    """With at most two pairs there is one look, so the bound is that of Student's t: 6.314 at one degree of freedom."""
+    effect = effects.limits_of([-0.003, -0.001], most=2)
+    assert effect.mean == pytest.approx(-0.002) and effect.spread == pytest.approx(2**0.5 / 1000)
+    assert effect.high - effect.mean == pytest.approx(6.314 * 0.001, rel=0.03)
+    assert effects.limits_of([-0.003], most=1).high == float("inf")
+    moderated = effects.limits_of([-0.003, -0.001], most=2, earlier=0.002, freedom=9)  # of which 3 are taken
+    assert moderated.spread == pytest.approx(((3 * 4e-6 + 2e-6) / 4) ** 0.5)
+    assert effects.pairs_needed(effect, 8, 0.01) < effects.pairs_needed(effect, 8, 0.002) < 30
+
+
+# ---- Logs ----------------------------------------------------------------------------------------------------------------
+
+
+def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", end=True, **changes):
+    """The log of a run, as train_gpt.py writes it."""
+    config = {"SEED": seed, "RUN_ID": name, "DATA_PATH": "data/sotu", "ITERATIONS": 100, "MAX_WALLCLOCK_SECONDS": 0.0,
+              "DTYPE": "float32", "MLP_SLOPE": 0.0, "SIZE_CAP": 0, **changes}
+    events = [{"event": "config", "config": config, "data_sha256": {"a.bin": data}, "val_tokens": 9, "val_bytes": 30,
+               "torch": "2.13.0+cpu", "world_size": 1, "threads": 2, "gpu": gpu}]
+    events += [{"event": "train", "step": step, "train_time_ms": 10.0 * step} for step in (1, 10, 50, 100)]
+    events += [{"event": "val", "step": 100, "val_bpb": bpb - 0.01, "step_avg_ms": 10.0},
+               {"event": "export", "artifact_bytes": 5, "code_bytes": 7}, {"event": "final", "val_bpb": bpb}]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, events if end else events[:-1])))
+    (folder / f"{name}.txt").write_text(f"{source}\n{effects.RULE}\n", encoding="utf-8")
+
+
+def test_a_run_is_known_by_its_content(tmp_path):
+    write_log(tmp_path, "first", 1, 1.5)
+    first = effects.read_run(tmp_path / "first.jsonl")
+    assert first.bpb == 1.5 and first.artifact_bytes == 12 and first.step_ms == 10 and first.curve == {100: 1.49}
+    same = {"seed": {"seed": 2}, "name": {}, "comment": {"source": SOURCE.replace("# the artifact", "# the file")},
+            "docstring": {"source": SOURCE.replace('"""Every setting of a run.', '"""All settings of a run.')},
+            "path": {"DATA_PATH": "elsewhere"}}
+    other = {"code": {"source": SOURCE.replace("1.19e-7", "1.2e-7")}, "data": {"data": "b"}, "machine": {"gpu": "H100"},
+             "setting": {"MLP_SLOPE": 0.5}, "length": {"ITERATIONS": 200}, "timed": {"MAX_WALLCLOCK_SECONDS": 9.0}}
+    for name, changes in {**same, **other}.items():
+        assert "source" not in changes or changes["source"] != SOURCE
+        write_log(tmp_path, name, **{"seed": 1, "bpb": 1.5, **changes})
+        content = effects.read_run(tmp_path / f"{name}.jsonl").content
+        assert (content == first.content) == (name in same), name
+    write_log(tmp_path, "unfinished", 1, 1.5, end=False)
+    assert effects.read_run(tmp_path / "unfinished.jsonl") is None
+    assert effects.read_run(tmp_path / "missing.jsonl") is None
+
+
+def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
+    random = np.random.default_rng(0)
+    for folder, gpu in ((tmp_path / "logs", ""), (tmp_path / "other", "NVIDIA H100")):
+        for slope in (0.0, 0.1, 0.2, 0.3):
+            for seed in range(4):
+                bpb = 1.5 + 0.1 * seed - 0.01 * slope + random.normal(0, 0.001)
+                write_log(folder, f"slope{slope}_{seed}", seed, bpb, gpu=gpu, MLP_SLOPE=slope)
+    write_log(tmp_path / "logs", "another", 0, 1.4, data="b", MLP_SLOPE=0.4)  # of another text
+    monkeypatch.setattr(ablate, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "tried", "0.3", "--from", str(tmp_path / "other")])
+    assert ablate.main() == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "MLP_SLOPE 0.0 -> 0.3" in line]
+    assert len(rows) == 2 and "| 4 | 100 steps | sotu | CPU, float32 |" in rows[0] and "NVIDIA H100" in rows[1]
+    runs = effects.read_runs([tmp_path / "logs", tmp_path / "other"])
+    comparisons = effects.compare_all(runs)
+    assert len(comparisons) == 6  # three on each machine
+    spread, freedom, machines = effects.spread_before(comparisons, comparisons[0][0][1])
+    assert 0.0007 < spread < 0.003 and freedom == 5 * 3 // 2  # of a difference of two: 0.0014
+    assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}
+
+
+# ---- Models that must not be scored --------------------------------------------------------------------------------------
+
+MASK = "triu(i * size + 1)"
+INPUT = "x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))"
+FORWARD = "return self.loss(self.hidden(tokens, masks), targets)"
+SCRIPTS = {  # text in the script, what stands there instead, the fault
+    "unchanged": ("", "", ""),
+    "a mask off by one": (MASK, "triu(i * size + 2)", "later tokens"),
+    "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 / x0.std(1, keepdim=True)", "later tokens"),
+    "the rows of the batch": (INPUT, f"{INPUT}; x0 = x0 + 0.1 * x0.mean(0, keepdim=True)", "other rows"),
+    "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
+    "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
+                              "not the cross entropy"),
+    "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
+    "no logits": ("def logits(self", "def scores(self", "cannot be asked"),
+    "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
+    "a cache": ("return torch.cat((first * cos", "rotate.cache = cos\n    return torch.cat((first * cos", ""),
+    "sorted rows": (FORWARD, "order = tokens[:, 0].argsort()\n        "
+                    "return self.loss(self.hidden(tokens[order]), targets[order])", ""),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_leaks_are_found_before_the_first_run(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "train_gpt", None)  # put back at the end
+    old, new, fault = SCRIPTS[kind]
+    assert not old or SOURCE.count(old) == 1
+    script = tmp_path / "train_gpt.py"
+    script.write_text(SOURCE.replace(old, new) if old else SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    make_shards(tmp_path)
+    settings = [*tiny_arguments("tiny"), "COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1"]  # with tiled attention
+    plan = probe.plan(probe.load_script(str(script)), settings, script.read_text(encoding="utf-8"))
+    assert plan["config"]["ATTN"] == "tiled"
+    assert plan["fault"] == "" if not fault else fault in plan["fault"]
+
+
+# ---- Commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    write = "import os, sys, time; open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(0.3)"
+    for visible, wanted in ((None, ["0", "0", "1", "1"]), ("5,7", ["5", "5", "7", "7"])):
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        runner = ablate.Runner(2, print)
+        files = [tmp_path / str(number) for number in range(4)]
+        assert list(runner.pool.map(runner.start, [[sys.executable, "-c", write, str(file)] for file in files])) == [""] * 4
+        assert sorted(file.read_text() for file in files) == wanted
+        assert sorted([files[0].read_text(), files[1].read_text()]) == [wanted[0], wanted[-1]]  # at the same time
+
+
+@pytest.mark.slow
+def test_ablations_are_stopped_repeated_and_judged(tmp_path):
+    root = tmp_path / "root"
+    subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(root)], check=True)
+    for name in ("train_gpt.py", "tools/ablate.py", "tools/effects.py", "tools/probe.py"):  # as they are here
+        (root / name).write_text((REPOSITORY / name).read_text(encoding="utf-8"), encoding="utf-8")
+    data = make_shards(tmp_path)
+    base = root / "base.env"
+    base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))
+    (root / "idea.py").write_text(SOURCE.replace(FORWARD, FORWARD + " * 0.9"), encoding="utf-8")
+    (root / "broken.py").write_text(SOURCE.replace("def train_step(self", "def step(self"), encoding="utf-8")
+
+    def start(*words):
+        options = ["--base", "base.env", "--settings", f"DATA_PATH={data}", "SEED=5", "--most-seeds", "3", "--jobs", "2"]
+        return subprocess.Popen([sys.executable, "tools/ablate.py", words[0], *options, *words[1:]], cwd=root, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def logs():
+        return sorted(path.name for path in (root / "logs").glob("ablate_*.jsonl"))
+
+    words = ["plain", "rate MATRIX_LR=1e-9", "same MATRIX_LR=0.02", "leak script=idea.py", "broken script=broken.py", "--diff", "0.1"]
+    process = start(*words)
+    while len(effects.read_runs([root / "logs"])) < 2 and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130 and "stopped; the same command goes on" in process.stderr.read()
+    kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs([root / "logs"])}
+    process = start(*words)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 3, output + errors
+    assert all(log.stat().st_mtime == then for log, then in kept.items())  # nothing is trained twice
+    lines = {line.split()[0]: line for line in output.splitlines()}
+    assert "no gain" in lines["rate"] and "no gain" in lines["same"] and "+0.0000" in lines["same"]
+    assert "its loss" in lines["leak"] and "invalid" in lines["leak"] and "train_step" in lines["broken"]
+    assert not [name for name in logs() if "leak" in name or "same" in name]
+    again = start(*words[:2], "--json", "--plot", str(tmp_path / "effects.png"), "--diff", "0.1")
+    facts = [json.loads(line) for line in again.communicate(timeout=100)[0].splitlines()]
+    assert again.returncode == 1 and len(facts) == 1 and facts[0]["pairs"] >= 2 and facts[0]["low"] > -0.1
+    assert (tmp_path / "effects.png").stat().st_size > 9000 and len(logs()) == len({name[:-6] for name in logs()})
+    before = len(effects.read_runs([root / "logs"]))
+    shard = next(data.glob("*_train_000000.bin"))
+    os.utime(shard)  # without a manifest, newer shards are other shards
+    assert start(*words[:2], "--horizons", "20,40", "--most-seeds", "2").wait(200) == 1
+    assert len(effects.read_runs([root / "logs"])) >= before + 8
+
+
+def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
+    data = make_shards(tmp_path)
+    settings = [*tiny_arguments(data), "SEED=1"]
+    for words, message in ((["x"], "x is compared with nothing"), (["x", "x A=1"], "two variations are called x"),
+                           (["x", "MLP_SLOPE=0.5"], "MLP_SLOPE=0.5 is a setting; before it"),
+                           (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "no.py"),
+                           (["x", "y", "--horizons", "1,2", "--seconds", "3"], "give one of them"),
+                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple")):
+        monkeypatch.setattr(sys, "argv", ["ablate.py", *words, "--settings", *settings])
+        assert ablate.main() == 2, words
+        errors = capsys.readouterr().err
+        assert errors.startswith("ablate.py: ") and message in errors

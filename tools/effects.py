@@ -1,0 +1,223 @@
+"""Finished runs as evidence: read them from logs, pair them by seed, and say how large an effect is and how sure that is.
+
+The effect of a change is the mean over seeds of bits per byte with it minus without it, of the compressed models. `limits_of`
+says how far it is known while pairs come in one by one.
+"""
+
+import ast
+import itertools
+import json
+import math
+import statistics
+from collections import Counter
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
+
+# Settings that do not change a result. The digests of the data stand for the paths.
+NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
+LENGTH = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS")
+SAME = ("data", "torch", "machine", "ranks", "threads", *LENGTH)  # in the runs of a pair
+ERROR = 0.05  # of each end of an interval, over all looks together
+FILL = 4  # degrees of freedom of the spread that earlier pairs may add up to
+DRAWS = 100_000
+MOST_DIFFERENCES = 3  # settings in which two runs of a comparison differ
+
+
+class Run(NamedTuple):
+    """A finished run. Scores are bits per byte."""
+    log: Path
+    content: dict  # all that makes the result, but the seed
+    seed: int
+    text: str  # the name of the data's folder
+    bpb: float  # of the compressed model
+    trained_bpb: float  # of the model before that
+    artifact_bytes: int  # with the script
+    step_ms: float
+    curve: dict  # bits per byte by step
+
+
+class Effect(NamedTuple):
+    """Mean of the pairs' differences, the ends of its interval, the pairs, and the spread of a pair that is behind them."""
+    mean: float
+    low: float
+    high: float
+    pairs: int
+    spread: float
+
+
+# ---- Runs ----------------------------------------------------------------------------------------------
+
+
+@cache
+def digest_code(source: str) -> str:
+    """Return a digest of a script without its comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
+    return sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def content_of(start: dict, source: str) -> dict:
+    """Return what makes a run's result, but its seed, from its "config" event and its script."""
+    data = json.dumps([start["data_sha256"], start["val_tokens"], start["val_bytes"]], sort_keys=True)
+    settings = {name: value for name, value in start["config"].items() if name not in NOT_CONTENT}
+    is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"])
+    return {"script": digest_code(source), "data": sha256(data.encode()).hexdigest()[:12],
+            "torch": start["torch"].partition("+")[0], "machine": start["gpu"] or f"CPU, {settings['DTYPE']}",
+            "ranks": start["world_size"], "threads": start["threads"] if is_timed else "any", **settings}
+
+
+def read_run(log: Path) -> Run | None:
+    """Return the run of a .jsonl log; None if it has not ended, was resumed, or has no script beside it."""
+    try:
+        events = read_events(log)
+        latest = {event["event"]: event for event in events}
+        if "final" not in latest or "resume" in latest:
+            return None
+        source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
+        start, export = events[0], latest["export"]
+        train = [event for event in events if event["event"] == "train" and event["step"] >= 10]  # the first ones are slow
+        paces = [(later["train_time_ms"] - event["train_time_ms"]) / (later["step"] - event["step"])
+                 for event, later in itertools.pairwise(train)]
+        curve = {event["step"]: event["val_bpb"] for event in events if event["event"] == "val"}
+        return Run(log, content_of(start, source), start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
+                   latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
+                   statistics.median(paces) if paces else latest["val"]["step_avg_ms"], curve)
+    except (OSError, ValueError, LookupError, TypeError, SyntaxError):  # no log of this trainer
+        return None
+
+
+def read_runs(folders) -> list[Run]:
+    """Return the finished runs of all logs in these folders, the oldest first."""
+    logs = sorted({log for folder in folders for log in Path(folder).glob("*.jsonl")}, key=lambda log: log.stat().st_mtime)
+    return [run for run in map(read_run, logs) if run and run.bpb is not None]
+
+
+def group_runs(runs: list[Run]) -> list[list[Run]]:
+    """Return the runs by content, one of each seed."""
+    groups: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run.content, sort_keys=True), {}).setdefault(run.seed, run)
+    return [[*members.values()] for members in groups.values()]
+
+
+def differing(one: dict, other: dict) -> list[str]:
+    """Return the names of what differs in two contents. A setting that only one of their scripts has does not count."""
+    return [name for name in one.keys() & other.keys() if one[name] != other[name]]
+
+
+def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]:
+    """Return the runs of two groups in pairs of one seed."""
+    by_seed = {run.seed: run for run in first}
+    return [(by_seed[run.seed], run) for run in second if run.seed in by_seed]
+
+
+def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
+    """Return the pairs of each comparison that the runs hold: of each group with the earlier one that is most like it."""
+    groups, comparisons = group_runs(runs), []
+    for number, later in enumerate(groups):
+        candidates = []
+        for earlier in groups[:number]:
+            if all(earlier[0].content[name] == later[0].content[name] for name in SAME):
+                pairs = pairs_of_seeds(earlier, later)
+                count = len(differing(earlier[0].content, later[0].content))
+                if pairs and count <= MOST_DIFFERENCES:
+                    candidates.append((count, -len(pairs), len(candidates), pairs))
+        if candidates:
+            comparisons.append(min(candidates)[-1])
+    return comparisons
+
+
+# ---- Statistics ----------------------------------------------------------------------------------------
+
+
+def is_like(content: dict, other: dict) -> bool:
+    """Whether runs are of one text and of lengths within a factor of two, so that their pairs have a like spread."""
+    lengths = [(content[name], other[name]) for name in LENGTH]
+    return content["data"] == other["data"] and all(2 * min(two) >= max(two) for two in lengths)
+
+
+def spread_before(comparisons, arm: Run) -> tuple[float, int, Counter]:
+    """Return the spread of a pair from comparisons like that of `arm`, which is not among them, its degrees of freedom, and the
+    number of these pairs by kind of machine. The spread is a median, so that one run that diverged does not matter; a median
+    of variances is about half as sure as their mean."""
+    from scipy import stats
+    variances, freedoms, machines = [], [], Counter()
+    for pairs in comparisons:
+        later = pairs[0][1].content
+        if len(pairs) > 1 and later != arm.content and is_like(later, arm.content):
+            freedom = len(pairs) - 1
+            variance = statistics.variance(second.bpb - first.bpb for first, second in pairs)
+            variances.append(variance * freedom / stats.chi2.median(freedom))
+            freedoms.append(freedom)
+            machines[later["machine"]] += len(pairs)
+    return math.sqrt(statistics.median(variances or [0])), sum(freedoms) // 2, machines
+
+
+def added_freedom(freedom: int, pairs):
+    """Return how many of the earlier spread's degrees of freedom a number of pairs still needs, to have `freedom` in all."""
+    return np.maximum(0, freedom - (pairs - 1))
+
+
+@cache
+def bounds(most: int, freedom: int) -> dict[int, float]:
+    """Return, for 2 to `most` pairs, the bound of |t| within which a mean without effect stays at all looks together, on each
+    side with a probability of 1 - ERROR. t has the moderated variance of Smyth (2004, doi:10.2202/1544-6115.1027); `freedom`
+    is that of the earlier spread. The bounds are of a simulation in which the true spread of a pair is half the earlier one,
+    equal to it, or twice; the worst counts. The error that a look may use grows as the square of its pairs."""
+    from scipy import stats
+    looks = np.arange(2, most + 1)
+    degrees = added_freedom(freedom, looks) + looks - 1
+    share = (looks / most) ** 2
+    random = np.random.default_rng(0)
+    z = random.standard_normal((DRAWS, most))
+    counts = np.arange(1, most + 1)
+    means = z.cumsum(1) / counts
+    squares = (np.square(z).cumsum(1) - counts * means**2)[:, 1:]  # of deviations, (DRAWS, looks)
+    earlier = random.chisquare(freedom, (DRAWS, 1)) / freedom if freedom else np.zeros((DRAWS, 1))
+    worst = 1.0
+    for ratio in (0.5, 1, 2):
+        variances = (added_freedom(freedom, looks) * earlier / ratio**2 + squares) / degrees
+        t = means[:, 1:] / np.sqrt(variances / looks)
+        least = (stats.t.sf(t, degrees) / share).min(1)
+        worst = min(worst, np.quantile(least, ERROR))
+    return dict(zip(looks.tolist(), stats.t.isf(worst * share, degrees).tolist()))
+
+
+def limits_of(differences: list[float], most: int, earlier: float = 0.0, freedom: int = 0) -> Effect:
+    """Return the effect of pairs that came one by one, of at most `most`. The interval holds at all looks together, each of its
+    ends with a probability of 1 - ERROR. `earlier` is the spread of earlier pairs, with its degrees of freedom."""
+    pairs, mean = len(differences), statistics.mean(differences)
+    if pairs < 2:
+        return Effect(mean, -math.inf, math.inf, pairs, earlier)
+    freedom = min(FILL, freedom)
+    added = int(added_freedom(freedom, pairs))
+    total = added * earlier**2 + (pairs - 1) * statistics.variance(differences)
+    spread = math.sqrt(total / (added + pairs - 1))
+    table = bounds(max(most, 2), freedom)
+    reach = table[min(pairs, max(table))] * spread / math.sqrt(pairs)
+    return Effect(mean, mean - reach, mean + reach, pairs, spread)
+
+
+def judge(effect: Effect, least: float) -> str:
+    """Return whether a change is "better", brings "no gain" of `least` bits per byte or more, or is "undecided"."""
+    if effect.low > -least:
+        return "no gain"
+    return "better" if effect.high < 0 else "undecided"
+
+
+def pairs_needed(effect: Effect, most: int, least: float) -> int:
+    """Return how many pairs would show an effect of `least` four times in five, if their spread stays what it is."""
+    table = bounds(max(most, 2), 0)
+    power = statistics.NormalDist().inv_cdf(0.8)
+    for pairs in range(2, 1000):
+        bound = table.get(pairs, table[max(table)])
+        if (bound + power) * effect.spread <= least * math.sqrt(pairs):
+            return pairs
+    return 1000
