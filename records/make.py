@@ -186,7 +186,9 @@ def record_row(submission: dict, folder: str) -> list[str]:
     """Return the cells of one record, or of a line of history."""
     scores = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
-    against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
+    against = f"{test['difference']:+.4f}" if test else ""
+    if test and test["p"] is not None:
+        against += f", p = {test['p']:.1g}"
     name = f"{submission['date']}_{submission['name']}"
     link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
     bold = "**" if submission["is_best"] else ""

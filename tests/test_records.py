@@ -144,7 +144,7 @@ def test_what_the_tools_make_is_accepted(root):
         text = (folder / "README.md").read_text()
         assert f"and {claims(folder)['val_bpb'] / 1.25:.4f} per byte of the original text." in text
         assert f"    python records/track_tiny/{folder.name}/train_gpt.py COMPILE=0 " in text
-    assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
+    assert "`train_gpt.py`: unchanged." in text and re.search("This is not a new best: .* above track_tiny/.*_Control", text)
     assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3", notes[1])
 
 
@@ -164,6 +164,18 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
     (records / "submission.json").write_text("{,}")
     with pytest.raises(ValueError, match="submission.json is not JSON"):
         verify.verify_record(records)
+
+
+@pytest.mark.parametrize("difference, p, wanted", [
+    (-0.02, 0.001, "a new best"), (0.02, 0.9, "not a new best: 0.0200 bits per byte above x/Old"),
+    (-0.02, None, "not a new best yet: 0.0200 bits per byte below x/Old, but the test needs two seeds of each"),
+    (-0.02, 0.03, "not a new best yet: 0.0200 bits per byte below x/Old, but p = 0.03 is too high")])
+def test_a_rank_is_said_with_its_reason(difference, p, wanted):
+    seeds = [{"val_bpb": 1 + difference, "val_loss": 1}]
+    old = {"seed_results": {"1": {"val_bpb": 1, "val_loss": 1}}}
+    assert verify.compare_with({}, seeds, old) == {"n": [1, 1], "p": None, "difference": pytest.approx(difference)}
+    test = {"n": [1, 1], "p": p, "difference": difference}
+    assert verify.describe_rank({"incumbent": "x/Old", "against_incumbent": test, "is_best": p == 0.001}) == wanted
 
 
 def test_the_best_before_a_record_is_the_best_of_its_division_and_machine_until_then(tmp_path):
@@ -246,7 +258,7 @@ def test_a_run_without_a_division_and_notes_that_are_kept(root, monkeypatch):
     assert run_make(monkeypatch, "--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone") == 0
     folder = next(root.glob("records/track_open/*_Alone"))
     text = (folder / "README.md").read_text()
-    assert "original text" not in text and "This is a new best." in text
+    assert "original text" not in text and "This is the first of its division on this kind of machine." in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
     claim(folder, blurb="Another blurb.")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
