@@ -19,7 +19,7 @@ pytest.importorskip("scipy", reason="records are tested for significance: pip in
 
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_export_seconds": 120,
          "max_threads": 64, "max_world_size": 1, "min_seeds": 3, "p": 0.01, "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
-         "divisions": {"tiny": {"get": "python make_it.py TOKENIZER",
+         "divisions": {"tiny": {"get": "make_it.py {tokenizer}", "set": "DATA_PATH={tokenizer} VOCAB_SIZE={size}",
                                 "scored": {"byte260": {"original_per_decoded_byte": 1.25,
                                                        "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
@@ -234,7 +234,7 @@ def test_a_wrong_score_is_found(records, name):
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"),
-    (["DATA_PATH=none"], r"DATA_PATH=none has no \*_val_\*\.bin.* folder: python make_it.py byte260"),
+    (["DATA_PATH=none"], r"DATA_PATH=none has no \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
     (["--track", "none"], r"invalid choice: 'none' \(choose from .*track_tiny"),
     (["--base", "none"], r"invalid choice: 'none' \(choose from .*_Control")])
@@ -297,7 +297,7 @@ def test_all_committed_records_are_as_they_say(monkeypatch):
     ("h100_8gpu_16mb", "track_10min_16mb", "fineweb10B"), ("h100_1gpu_16mb", "track_10min_16mb_1gpu", "fineweb10B"),
     ("cpu_1mb", "track_10min_1mb_cpu", "sotu"), ("cpu_1mb_avx2", "track_10min_1mb_cpu", "sotu")])
 def test_every_preset_passes_the_checks_of_its_track(preset, track, division):
-    """All but those of the data, which are not here; the command that gets them is named."""
+    """All but those of the data, which are not here; the command that gets them is named, and the settings that they need."""
     text = (REPOSITORY / "records" / "presets" / f"{preset}.env").read_text()
     tokenizer = re.search("^# tokenizer: (.*)", text, re.M)[1]  # which run.sh reads
     limits = rules.load_track(REPOSITORY / "records" / track / "2026-01-31_Any")
@@ -308,5 +308,11 @@ def test_every_preset_passes_the_checks_of_its_track(preset, track, division):
     rules.check_request(limits, division, 3, planned, problems)
     assert not problems
     assert str(config.train_seq_len) in limits["divisions"][division]["scored"][tokenizer]
-    with pytest.raises(ValueError, match=f"DATA_PATH=none_{tokenizer} has no .* folder: python data/.* {tokenizer}"):
+    shards = {"track_10min_16mb": "--train-shards 42", "track_10min_16mb_1gpu": "--train-shards 10"}.get(track, "--out data/")
+    with pytest.raises(ValueError, match=f"DATA_PATH=none_{tokenizer} has no .*\n    .* data/.* {tokenizer} {shards}.*\nand set ") as found:
         rescore.read_data(config, limits, division, problems)
+    request = argparse.Namespace(base="", division=division, settings=given[:1])
+    folder = REPOSITORY / "records" / track / "2026-01-31_Any"
+    needed = make.pairs_of(str(found.value).partition("\nand set ")[2].split())
+    assert needed.keys() >= ({"DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE"} if "16mb" in track else {"DATA_PATH"})
+    assert needed.items() <= make.plan_settings(request, folder).items()  # which a preset sets itself
