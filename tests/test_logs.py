@@ -174,6 +174,7 @@ def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monk
         scores={0: 9, 2: 1, 4: 3})
     quick = {"data": "x/sotu_sp1024", "overrides": {"MLP_MULT": ["3", "@records/presets/quick.env"]}}
     assert "/run.sh --preset cpu_1mb_avx2 " in summary(**quick) and "--preset cpu_1mb " in summary(**quick, dtype="bfloat16")
+    assert "/run.sh DATA_PATH=x/sotu_sp1024 ITERATIONS=2 " in summary(**quick, epoch=9, scores={0: 9, 2: 1, 4: 3})
     for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)

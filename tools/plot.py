@@ -180,7 +180,7 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
             late = across > BEGINNING * np.nanmax(across, initial=0)
             shown.append(values[late] if late.any() and not members[0].settings.get("INIT_FROM") else values)
         for run in members if len(groups) == 1 and y == "val_bpb" else []:
-            if warn_of_overfitting(run.events):
+            if warn_of_overfitting(run.events)[0]:
                 across, _ = min(curve(run, x, y).values(), key=lambda point: point[1])
                 axes.axvline(across, color=colour, label="lowest validation", **STYLES["lowest validation"])
     low, high = (limit(np.concatenate(shown)) for limit in (np.nanmin, np.nanmax))
