@@ -61,8 +61,10 @@ def test_runs_are_named_by_what_they_are(tmp_path):
     record.mkdir()
     seeds = [read(record / f"train_seed{seed}.jsonl", seed=seed, lr=1) for seed in (1, 2, 3)]
     assert list(plot.groups_of([*seeds, one])) == ["Two_Lanes, 3 seeds", "preset quick, MATRIX_LR=0.02"]
-    long = read(tmp_path / "e.jsonl", data="x" * 50, overrides={"MATRIX_LR": ["1", "argument"]})
-    assert list(plot.groups_of([long])) == ["x" * 50 + ", ..."]
+    long = [read(tmp_path / f"e{lr}.jsonl", data="x" * 80, lr=lr, overrides={"MATRIX_LR": [lr, "argument"]}, dtype="y" * lr)
+            for lr in (180, 181)]
+    assert [label[:13] for label in plot.groups_of(long)] == ["MATRIX_LR=180", "MATRIX_LR=181"]
+    assert list(plot.groups_of(long[:1])) == ["x" * 80 + ", MATRIX_LR=180"]
 
 
 def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_group(tmp_path):
