@@ -213,8 +213,7 @@ def leaderboard(records: Path) -> str:
         submissions.sort(key=lambda submission: (kind_of(submission), score(submission)))
         for (_, division, machine), members in groupby(submissions, kind_of):
             rows = [record_row(submission, folder.name) for submission in members]
-            lines += [f"Division `{division or 'none'}`, {machine}{KINDS.get(machine, '')}. Lower is better. Compare rows of this "
-                      "table only. Bold: the best at its time.", ""]
+            lines += [f"Division `{division or 'none'}`, {machine}{KINDS.get(machine, '')}", ""]
             lines += [*table("| bits per byte | seeds | bytes | machine | against the best before it | by | record |", rows), ""]
     return "\n".join(lines)
 
