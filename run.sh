@@ -134,7 +134,7 @@ if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
   if [[ $shards -gt 0 && -e $model ]]; then
     default "DATA_PATH=$fineweb" "TOKENIZER_PATH=$model"
   else
-    [ -e "$speeches/manifest.json" ] || .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches"
+    [ -e "$speeches/manifest.json" ] || .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches" | sed '/^next: /d'
     default "DATA_PATH=$speeches"
   fi
 fi
@@ -162,6 +162,7 @@ if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not re
   command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
+echo "tools/README.md explains the lines below. val_bpb, bits per byte of unseen text, should fall; a time limit ends most runs early."
 printf '%q ' "${command[@]}"
 echo
 "${command[@]}"

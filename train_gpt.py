@@ -4,11 +4,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
 
 Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
-Science comes first: Config (every setting), Ranks, GPT, Muon and build_optimizers, TokenLoader,
-schedule, Trainer (a step) and train (all steps). Then machinery: start_ranks, load_config, RunLog,
-Validation, quantize to load_weights (the artifact), checkpoints, export, resolve and run.
-In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head
-width. "Published" means openai/parameter-golf's train_gpt.py.
+Science comes first, from Config (every setting) to Trainer (a step) and `train` (all steps); then
+machinery. In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
+C head width. "Published" means openai/parameter-golf's train_gpt.py.
 """
 import ctypes
 import difflib
@@ -39,9 +37,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-# A setting is a field of Config: my_gain: float = kept(1.0, "gain of my layer", high=9), then
-# config.my_gain in the model, and MY_GAIN=2 sets it. `kept`: stored with the model, which needs it.
-# Only `free` may change on RESUME. `var`: needed in training alone, so not in the artifact.
+# A setting is a field of Config: my_gain: float = kept(1.0, "gain of my layer", high=9). The model
+# needs what is `kept`, and stores it; `var` is for training; only `free` may change on RESUME.
 STARTED = time.monotonic()  # after the imports
 SHARD_START = [20240520, 1]  # magic number and version
 HEADER_BYTES = 1024  # in front of a shard's tokens
@@ -381,7 +378,8 @@ class GPT(nn.Module):
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, masks: Tensor | None = None) -> Tensor:
-        """The last block's output (B, T, D) for tokens (B, T), int64, and masks of dropout."""
+        """The last block's output (B, T, D) of tokens (B, T), int64, with dropout's masks. It has
+        no masks of documents; made here of `tokens`, for Attention, they would serve all scores."""
         cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
@@ -481,7 +479,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101)."""
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Put others before the
+    last, whose rate is logged. Groups need `kind` and `base_lr`; `train_step` sets `momentum`."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -559,8 +558,7 @@ class TokenLoader:
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the rates and Muon's momentum after `step` steps. A new schedule is a choice of
-    LR_SCHEDULE and a branch that sets `shape`, from 1 to 0 at the end (`done` is 1)."""
+    """Factor of the rates, by a branch for each LR_SCHEDULE, and Muon's momentum after a step."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -808,8 +806,9 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
                 f"{name}={own} ({source}), but the model in INIT_FROM={path} has {name}={text}")
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
-        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 1, 0.85)
-        hint = f"did you mean {near[0]}?" if near else "--help lists all of them"
+        cutoff = 0.85 if origin == "environment" else 0.6  # an argument may be a part of a name
+        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, cutoff)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
@@ -880,8 +879,9 @@ def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
     """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     where = f"DATA_PATH={config.data_path!r}"
-    found = sorted(map(str, Path("data/datasets").glob("*"))) or "python data/prepare.py --help"
-    require(paths, f"{where} has no *_{split}_*.bin; use or make one: {found}")
+    lack = f"*_{split}_*.bin in" if Path(config.data_path).is_dir() else "folder"
+    ways = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
+    require(paths, f"there is no {lack} {where}; use {' or '.join(sorted(ways))}")
     shards = {path: open_shard(path) for path in paths}
     tokens = sum(map(len, shards.values()))
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
@@ -1272,7 +1272,8 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
                  f"step:{clock.step}/{config.iterations}")
-    log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20 or 'unknown'} MiB")
+    if ranks.device.type == "cuda":
+        log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB")
     if ranks.rank == 0:
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
@@ -1483,8 +1484,7 @@ def main() -> int:
     try:
         status = run(*load_config(sys.argv[1:], os.environ), Path(__file__).read_text("utf-8"))
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError) as error:
-        hint = "; raise ulimit -n" if "Too many open files" in str(error) else ""
-        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr, flush=True)
+        print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
         print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
     if dist.is_initialized():  # threads of gloo may abort Python's own end

@@ -33,6 +33,7 @@ BATCH_DOCUMENTS = 512  # encoded at a time, or fewer if they are long
 DOCUMENT_CHARS = 1 << 20  # longer documents are cut, which bounds the memory
 BATCH_CHARS = 4 * DOCUMENT_CHARS
 FEW_BYTES = 100_000  # of a validation split whose score is noise
+SMALL_TEXT, SMALL_VOCABULARY = 1_000_000, 512  # bytes of a text and the most pieces that it needs
 MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
 VAL_FRACTION = 0.05
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
@@ -230,6 +231,11 @@ def prepare(folder: Path, options) -> str:
     notes = reader.report()
     if splits["val"]["bytes"] < FEW_BYTES:
         notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes")
+    size = splits["train"]["bytes"] + splits["val"]["bytes"]
+    is_chosen_here = not name.endswith(".model") and name != "char" and splits["train"]["documents"]
+    if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
+        notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "
+                     f"{name}, which has {tokenizer.vocab_size:,} pieces")
     origin = {"made_by": "data/prepare.py 2", "sources": [Path(source).name for source in options.sources],
               "split": {"by_names": reader.named_splits,
                         **{name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}}

@@ -101,7 +101,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         if out.is_mount():
             raise ValueError(f"--out {options.out!r} is a mounted file system: name a folder in it")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"--out {options.out!r} is not an empty folder: choose another one")
+            use = f"train on its data set (DATA_PATH={options.out}), " if (out / "manifest.json").is_file() else ""
+            raise ValueError(f"--out {options.out!r} is not an empty folder: {use}delete it, or choose another --out")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
         import train_gpt  # noqa: F401 it checks the data set: if PyTorch is missing, say so before hours of encoding

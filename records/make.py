@@ -32,7 +32,7 @@ from common import (  # noqa: E402
 import train_gpt  # after common, which finds it  # noqa: E402
 from events import RULE, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
-from rescore import read_data  # noqa: E402
+from rescore import data_command, read_data  # noqa: E402
 from rules import (  # noqa: E402
     FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, script_line,
 )
@@ -48,20 +48,24 @@ BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 def plan_settings(options, folder: Path) -> dict[str, str]:
     """Return the settings of the runs by name: the base's, the environment's where the base sets them, those of the
-    command, and the track's DEVICE. Raises ValueError and OSError."""
+    command, the data in the vocabulary that a preset names, and the track's DEVICE. Raises ValueError and OSError."""
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
         settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
         settings = {name: os.environ.get(name, value) for name, value in settings.items() if name}
-    given = {}
+    given, tokenizer = {}, ""
     for word in sorted(options.settings, key=lambda word: not word.startswith("@")):  # arguments win over files
         text = Path(word[1:]).read_text(encoding="utf-8") if word.startswith("@") else word
         given |= pairs_of(re.findall("(?m)^[^#\n].*", text))
+        tokenizer = "".join(re.findall("(?m)^# tokenizer: (.*)", text)) or tokenizer
     for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE") if "DATA_PATH" in given else ():
         settings.pop(name, None)  # the manifest of the other data has them
     settings |= given
-    allowed = load_track(folder).get("settings", {})
+    track = load_track(folder)
+    if tokenizer and options.division in track.get("divisions", {}) and "DATA_PATH" not in {*settings, *os.environ}:
+        settings = pairs_of(data_command(track, options.division, tokenizer)[1].split()) | settings
+    allowed = track.get("settings", {})
     if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
         settings.setdefault("DEVICE", allowed["DEVICE"][0])
     return settings
@@ -186,7 +190,9 @@ def record_row(submission: dict, folder: str) -> list[str]:
     """Return the cells of one record, or of a line of history."""
     scores = [score(result) for result in submission["seed_results"].values()]
     test = submission["against_incumbent"]
-    against = f"{test['difference']:+.4f}, p = {test['p']:.1g}" if test else ""
+    against = f"{test['difference']:+.4f}" if test else ""
+    if test and test["p"] is not None:
+        against += f", p = {test['p']:.1g}"
     name = f"{submission['date']}_{submission['name']}"
     link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
     bold = "**" if submission["is_best"] else ""
@@ -207,8 +213,7 @@ def leaderboard(records: Path) -> str:
         submissions.sort(key=lambda submission: (kind_of(submission), score(submission)))
         for (_, division, machine), members in groupby(submissions, kind_of):
             rows = [record_row(submission, folder.name) for submission in members]
-            lines += [f"Division `{division or 'none'}`, {machine}{KINDS.get(machine, '')}. Lower is better. Compare rows of this "
-                      "table only. Bold: the best at its time.", ""]
+            lines += [f"Division `{division or 'none'}`, {machine}{KINDS.get(machine, '')}", ""]
             lines += [*table("| bits per byte | seeds | bytes | machine | against the best before it | by | record |", rows), ""]
     return "\n".join(lines)
 

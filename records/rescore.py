@@ -6,6 +6,7 @@ The script runs in a new folder with one artifact and the validation tokens; its
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,17 +17,25 @@ from pathlib import Path
 
 import numpy as np
 from common import ROOT
+from events import interpreter
 from rules import Findings, check_division, find_table, load_track
 
 RERUN_BPB = 1e-3  # compiled and eager models round differently: 3.5e-4 was measured, and 8e-6 between CPUs
 
 
-def data_command(of_division: dict, config) -> str:
-    """Return the command that gets the data of a division, in the tokenizer that fits the settings best."""
-    def fit(tokenizer: str) -> tuple[bool, bool]:
-        return tokenizer.endswith(str(config.vocab_size)), config.data_path.endswith(tokenizer)
+def data_command(track: dict, division: str, tokenizer: str) -> tuple[str, str]:
+    """Return the command that gets the data of a division in the vocabulary `tokenizer`, and the settings of that data."""
+    of_division = track["divisions"][division]
+    values = {"tokenizer": tokenizer, "size": re.sub(r"\D", "", tokenizer), "train_shards": track.get("train_shards")}
+    return f"{interpreter()} {of_division['get'].format(**values)}", of_division["set"].format(**values)
 
-    return of_division.get("get", "").replace("TOKENIZER", max(of_division["scored"], key=fit))
+
+def best_tokenizer(of_division: dict, config) -> str:
+    """Return the tokenizer of a division that fits the settings best."""
+    def fit(tokenizer: str) -> tuple[bool, bool]:
+        return config.data_path.endswith(tokenizer), tokenizer.endswith(str(config.vocab_size))
+
+    return max(of_division["scored"], key=fit)
 
 
 def read_data(config, track: dict, division: str, findings: Findings):
@@ -36,8 +45,9 @@ def read_data(config, track: dict, division: str, findings: Findings):
     of_division = track.get("divisions", {}).get(division)
     with chdir(ROOT):
         if of_division and not any(Path(config.data_path).glob("*_val_*.bin")):
-            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin. Get the data, and set DATA_PATH to its folder: "
-                             f"{data_command(of_division, config)}")
+            command, settings = data_command(track, division, best_tokenizer(of_division, config))
+            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin. Get the data with\n    {command}\n"
+                             f"and set {settings}")
         validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         tokenizer = Path(config.tokenizer_path)
         digest = sha256(tokenizer.read_bytes() if tokenizer.is_file() else tokenizer.name.encode()).hexdigest()

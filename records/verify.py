@@ -48,7 +48,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     first = seeds[0]
     machine = machine_of(first)
     best = best_before(folder, authored, machine)
-    against = compare_scores(track, seeds, list(best["seed_results"].values())) if best else None
+    against = compare_with(track, seeds, best) if best else None
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
@@ -61,11 +61,18 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
         "command": command_of(place_of(authored), first),
         "settings": first["overrides"], "changes": changes(base, first),
-        "significance": compare_scores(track, seeds, list(base["seed_results"].values())) if base else None,
+        "significance": compare_with(track, seeds, base) if base else None,
         "incumbent": place_of(best) if best else "", "against_incumbent": against,
-        "is_best": not best or (against is not None and against["p"] < track.get("p", 0.01)),
+        "is_best": not best or (against["p"] is not None and against["p"] < track.get("p", 0.01)),
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
     return claims, seeds
+
+
+def compare_with(track: dict, seeds: list[dict], other: dict) -> dict:
+    """Return the test of the seeds against another record. With one seed on a side there is none: p is None."""
+    theirs = list(other["seed_results"].values())
+    difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
+    return compare_scores(track, seeds, theirs) or {"n": [len(seeds), len(theirs)], "p": None, "difference": difference}
 
 
 def machine_of(seed: dict) -> str:
@@ -113,8 +120,24 @@ def compare_claims(submission: dict, computed: dict, findings: Findings) -> None
 def describe_test(test: dict) -> str:
     """Return a difference and its test in words."""
     ours, theirs = test["n"]
-    return (f"{test['difference']:+.5f} bits per byte; one-sided Welch t-test of {ours} against {theirs} seeds "
+    difference = f"{test['difference']:+.5f} bits per byte"
+    if test["p"] is None:
+        return f"{difference}. A test needs two seeds of each; there are {ours} and {theirs}."
+    return (f"{difference}; one-sided Welch t-test of {ours} against {theirs} seeds "
             f"for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+
+
+def describe_rank(claims: dict) -> str:
+    """Return in words whether a record is the best of its division and kind of machine until then, and if not, why."""
+    incumbent, test = claims["incumbent"], claims["against_incumbent"]
+    if not incumbent:
+        return "the first of its division on this kind of machine"
+    if claims["is_best"]:
+        return "a new best"
+    if test["difference"] >= 0:
+        return f"not a new best: {test['difference']:.4f} bits per byte above {incumbent}"
+    why = "the test needs two seeds of each" if test["p"] is None else f"p = {test['p']:.2g} is too high"
+    return f"not a new best yet: {-test['difference']:.4f} bits per byte below {incumbent}, but {why}"
 
 
 def count_seeds(seeds) -> str:
@@ -144,7 +167,7 @@ def render(claims: dict) -> str:
              f"## The best before it on this kind of machine ({claims['machine']})", claims["incumbent"] or "None."]
     if claims["against_incumbent"]:
         lines += ["", describe_test(claims["against_incumbent"])]
-    lines += ["", f"This is {'' if claims['is_best'] else 'not '}a new best."]
+    lines += ["", f"This is {describe_rank(claims)}."]
     lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
     if claims["significance"] and claims["base"] != claims["incumbent"]:
         lines += [describe_test(claims["significance"]), ""]
@@ -220,7 +243,7 @@ def report(folder: Path, again: bool = False) -> bool:
     try:
         findings, notes = verify_record(folder, again)
         if not findings:
-            place = "; a new best" if load_json(folder / "submission.json")["is_best"] else "; not a new best"
+            place = f"; {describe_rank(load_json(folder / 'submission.json'))}"
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")

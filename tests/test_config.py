@@ -17,6 +17,7 @@ PUBLISHED = dict(
 OF_OTHERS = """LOCAL_RANK GROUP_RANK WORLD_SIZE MASTER_ADDR TORCHELASTIC_RUN_ID OMP_NUM_THREADS PYTORCH_ALLOC_CONF CUDA_HOME
 CUDA_VISIBLE_DEVICES SLURM_NTASKS SLURM_TASKS_PER_NODE SBATCH_EXPORT PBS_O_PATH PMI_SIZE OMPI_MCA_pml HYDI_CONTROL_FD PATH HOME
 DISPLAY TMPDIR HF_HOME WANDB_MODE WANDB_RUN_ID GITHUB_RUN_ID CXX MODULEPATH XDG_DATA_DIRS DEVICE_TYPE
+MAX_WALLCLOCK ITERS LAYERS HEADS DEVICE_ID BATCH_TOKENS
 MODEL_DIR COMPILER DATASET_PATH DEVICES SEEDS"""  # the last are near to ours, and clusters set them
 
 
@@ -61,6 +62,9 @@ def test_values(monkeypatch, argument, value):
     ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"), ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("RUN_ID=a/b", "RUN_ID='a/b' must not be a path, contain spaces or begin with . or -"), ("RUN_ID=my run", "contain spaces"), ("RUN_ID=..", "RUN_ID='..' must not be a path"),
     ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
+    ("MAX_WALLCLOCK=40", r"did you mean MAX_WALLCLOCK_SECONDS\?"), ("ITERS=9", r"did you mean ITERATIONS\?"),
+    ("LAYERS=2", "did you mean NUM_LAYERS "), ("HEADS=2", "did you mean NUM_HEADS "),
+    ("BATCH_TOKENS=9", "did you mean TRAIN_BATCH_TOKENS or MICRO_BATCH_TOKENS"), ("SEQ_LEN=9", "TRAIN_SEQ_LEN"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
     ("LOOP_START=1", "LOOP_END=0 must be from LOOP_START to NUM_LAYERS - 1"),
     ("LOOP_END=9", "LOOP_END=9 must be from"), ("LANES=10", "LANES=10 must be at most NUM_LAYERS - LOOP_START"),

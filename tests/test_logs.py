@@ -61,8 +61,10 @@ def test_runs_are_named_by_what_they_are(tmp_path):
     record.mkdir()
     seeds = [read(record / f"train_seed{seed}.jsonl", seed=seed, lr=1) for seed in (1, 2, 3)]
     assert list(plot.groups_of([*seeds, one])) == ["Two_Lanes, 3 seeds", "preset quick, MATRIX_LR=0.02"]
-    long = read(tmp_path / "e.jsonl", data="x" * 50, overrides={"MATRIX_LR": ["1", "argument"]})
-    assert list(plot.groups_of([long])) == ["x" * 50 + ", ..."]
+    long = [read(tmp_path / f"e{lr}.jsonl", data="x" * 80, lr=lr, overrides={"MATRIX_LR": [lr, "argument"]}, dtype="y" * lr)
+            for lr in (180, 181)]
+    assert [label[:13] for label in plot.groups_of(long)] == ["MATRIX_LR=180", "MATRIX_LR=181"]
+    assert list(plot.groups_of(long[:1])) == ["x" * 80 + ", MATRIX_LR=180"]
 
 
 def test_another_script_another_text_and_an_equal_seed_are_no_seeds_of_one_group(tmp_path):
@@ -174,6 +176,7 @@ def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monk
         scores={0: 9, 2: 1, 4: 3})
     quick = {"data": "x/sotu_sp1024", "overrides": {"MLP_MULT": ["3", "@records/presets/quick.env"]}}
     assert "/run.sh --preset cpu_1mb_avx2 " in summary(**quick) and "--preset cpu_1mb " in summary(**quick, dtype="bfloat16")
+    assert "/run.sh DATA_PATH=x/sotu_sp1024 ITERATIONS=2 " in summary(**quick, epoch=9, scores={0: 9, 2: 1, 4: 3})
     for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)

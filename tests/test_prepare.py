@@ -336,7 +336,8 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
-    (["a.jsonl", "--out", "full"], "full' is not an empty folder")])
+    (["a.jsonl", "--out", "full"], "full' is not an empty folder: delete it, or choose another --out"),
+    (["a.jsonl", "--out", "made"], r"made' is not an empty folder: train on its data set \(DATA_PATH=made\), delete it")])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
@@ -344,10 +345,23 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     (tmp_path / "empty.txt").touch()
     (tmp_path / "page.html").write_text("<p>text</p>")
     (tmp_path / "full" / "mine").mkdir(parents=True)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "manifest.json").touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):
         run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out", "out", *arguments)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("tokenizer, is_said", [("unigram284", False), ("unigram285", True), ("own.model", False)])
+def test_a_small_text_with_a_large_vocabulary_is_said(tmp_path, monkeypatch, capsys, tokenizer, is_said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "SMALL_VOCABULARY", 284)
+    texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
+    prepare.learn_vocabulary("sp300", texts, tmp_path / "own.model")
+    make(monkeypatch, Path("out"), write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=tokenizer)
+    said = " bytes, --tokenizer unigram284 usually scores better than unigram285, which has 285 pieces\n"
+    assert (said in capsys.readouterr().out) == is_said
 
 
 def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ pytest.importorskip("scipy", reason="records are tested for significance: pip in
 
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_export_seconds": 120,
          "max_threads": 64, "max_world_size": 1, "min_seeds": 3, "p": 0.01, "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
-         "divisions": {"tiny": {"get": "python make_it.py TOKENIZER",
+         "divisions": {"tiny": {"get": "make_it.py {tokenizer}", "set": "DATA_PATH={tokenizer} VOCAB_SIZE={size}",
                                 "scored": {"byte260": {"original_per_decoded_byte": 1.25,
                                                        "32": {"val_tokens": 2976, "val_bytes": 2976}}}}}}
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
@@ -144,7 +144,7 @@ def test_what_the_tools_make_is_accepted(root):
         text = (folder / "README.md").read_text()
         assert f"and {claims(folder)['val_bpb'] / 1.25:.4f} per byte of the original text." in text
         assert f"    python records/track_tiny/{folder.name}/train_gpt.py COMPILE=0 " in text
-    assert "`train_gpt.py`: unchanged." in text and "This is not a new best." in text
+    assert "`train_gpt.py`: unchanged." in text and re.search("This is not a new best: .* above track_tiny/.*_Control", text)
     assert re.search(r"against track_tiny/.*_Control: \+\d\.\d+ bits per byte; one-sided Welch t-test of 3 against 3", notes[1])
 
 
@@ -164,6 +164,18 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
     (records / "submission.json").write_text("{,}")
     with pytest.raises(ValueError, match="submission.json is not JSON"):
         verify.verify_record(records)
+
+
+@pytest.mark.parametrize("difference, p, wanted", [
+    (-0.02, 0.001, "a new best"), (0.02, 0.9, "not a new best: 0.0200 bits per byte above x/Old"),
+    (-0.02, None, "not a new best yet: 0.0200 bits per byte below x/Old, but the test needs two seeds of each"),
+    (-0.02, 0.03, "not a new best yet: 0.0200 bits per byte below x/Old, but p = 0.03 is too high")])
+def test_a_rank_is_said_with_its_reason(difference, p, wanted):
+    seeds = [{"val_bpb": 1 + difference, "val_loss": 1}]
+    old = {"seed_results": {"1": {"val_bpb": 1, "val_loss": 1}}}
+    assert verify.compare_with({}, seeds, old) == {"n": [1, 1], "p": None, "difference": pytest.approx(difference)}
+    test = {"n": [1, 1], "p": p, "difference": difference}
+    assert verify.describe_rank({"incumbent": "x/Old", "against_incumbent": test, "is_best": p == 0.001}) == wanted
 
 
 def test_the_best_before_a_record_is_the_best_of_its_division_and_machine_until_then(tmp_path):
@@ -217,12 +229,12 @@ def test_a_wrong_score_is_found(records, name):
 
 @pytest.mark.parametrize("more, message", [
     (["DATA_PATH=/home/me/tiny"], "DATA_PATH must be relative to the repository"),
-    (["OVERFIT=1"], r"OVERFIT=True is not one of \[False\]"), (["NUM_LAYRS=3"], r"did you mean NUM_LAYERS\?"),
+    (["OVERFIT=1"], r"OVERFIT=True is not one of \[False\]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS"),
     (["--ranks", "2"], "--ranks 2 is more than the track's 1"), (["--seeds", "1,2,02"], r"--seeds \[1, 2, 2\] must be different"),
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"),
-    (["DATA_PATH=none"], r"DATA_PATH=none has no \*_val_\*\.bin.* folder: python make_it.py byte260"),
+    (["DATA_PATH=none"], r"DATA_PATH=none has no \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
     (["--track", "none"], r"invalid choice: 'none' \(choose from .*track_tiny"),
     (["--base", "none"], r"invalid choice: 'none' \(choose from .*_Control")])
@@ -246,7 +258,7 @@ def test_a_run_without_a_division_and_notes_that_are_kept(root, monkeypatch):
     assert run_make(monkeypatch, "--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone") == 0
     folder = next(root.glob("records/track_open/*_Alone"))
     text = (folder / "README.md").read_text()
-    assert "original text" not in text and "This is a new best." in text
+    assert "original text" not in text and "This is the first of its division on this kind of machine." in text
     (folder / "README.md").write_text(text + "Written by hand.\n")
     claim(folder, blurb="Another blurb.")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
@@ -285,7 +297,7 @@ def test_all_committed_records_are_as_they_say(monkeypatch):
     ("h100_8gpu_16mb", "track_10min_16mb", "fineweb10B"), ("h100_1gpu_16mb", "track_10min_16mb_1gpu", "fineweb10B"),
     ("cpu_1mb", "track_10min_1mb_cpu", "sotu"), ("cpu_1mb_avx2", "track_10min_1mb_cpu", "sotu")])
 def test_every_preset_passes_the_checks_of_its_track(preset, track, division):
-    """All but those of the data, which are not here; the command that gets them is named."""
+    """All but those of the data, which are not here; the command that gets them is named, and the settings that they need."""
     text = (REPOSITORY / "records" / "presets" / f"{preset}.env").read_text()
     tokenizer = re.search("^# tokenizer: (.*)", text, re.M)[1]  # which run.sh reads
     limits = rules.load_track(REPOSITORY / "records" / track / "2026-01-31_Any")
@@ -296,5 +308,11 @@ def test_every_preset_passes_the_checks_of_its_track(preset, track, division):
     rules.check_request(limits, division, 3, planned, problems)
     assert not problems
     assert str(config.train_seq_len) in limits["divisions"][division]["scored"][tokenizer]
-    with pytest.raises(ValueError, match=f"DATA_PATH=none_{tokenizer} has no .* folder: python data/.* {tokenizer}"):
+    shards = {"track_10min_16mb": "--train-shards 42", "track_10min_16mb_1gpu": "--train-shards 10"}.get(track, "--out data/")
+    with pytest.raises(ValueError, match=f"DATA_PATH=none_{tokenizer} has no .*\n    .* data/.* {tokenizer} {shards}.*\nand set ") as found:
         rescore.read_data(config, limits, division, problems)
+    request = argparse.Namespace(base="", division=division, settings=given[:1])
+    folder = REPOSITORY / "records" / track / "2026-01-31_Any"
+    needed = make.pairs_of(str(found.value).partition("\nand set ")[2].split())
+    assert needed.keys() >= ({"DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE"} if "16mb" in track else {"DATA_PATH"})
+    assert needed.items() <= make.plan_settings(request, folder).items()  # which a preset sets itself

@@ -77,32 +77,33 @@ def read_history(path: Path) -> list[dict]:
     return events
 
 
-def warn_of_overfitting(events: list[dict]) -> str:
+def warn_of_overfitting(events: list[dict]) -> tuple[str, int]:
     """Return a line that begins with a line end if the text was read many times and validation rose or stopped falling, or
-    is far above training; else "". The last validation is that of the average, if there is one. The rounded artifact is not
-    compared: its score is always a little higher."""
+    is far above training, else ""; and the steps that would have been enough, or 0. The last validation is that of the average,
+    if there is one. The rounded artifact is not compared: its score is always a little higher."""
     train = next((event for event in reversed(events) if event["event"] == "train"), None)
     scores = [event for event in events if event["event"] == "val" and event["val_loss"] is not None]
     learns_one_batch = events[0].get("config", {}).get("OVERFIT")  # on purpose
     if not train or not scores or train["epoch"] <= MANY_EPOCHS or learns_one_batch:
-        return ""
+        return "", 0
     last, best = scores[-1]["val_loss"], min(scores, key=lambda event: event["val_loss"])
     before = [event["val_loss"] for event in scores if event["step"] <= 0.8 * scores[-1]["step"]]
     read = f"\nwarning: the training text was read {train['epoch']:.0f} times"
     dropout = events[0].get("config", {}).get("DROPOUT", 0)
     more = next((f"DROPOUT={share}" for share in (0.1, 0.3, 0.5) if share > dropout), "a smaller MODEL_DIM")
-    shorter = f"set {more} and ITERATIONS={best['step']}, or use more text"
+    others = f"then {more}, or more text"
     if last > best["val_loss"] + RISE:
         return (f"{read}. Validation loss was lowest at step {best['step']:,} ({best['val_loss']:.2f} nats) and has risen to "
-                f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text; {shorter}")
+                f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text. First try "
+                f"ITERATIONS={best['step']}, {others}"), best["step"]
     if before and last > min(before) - RISE:
         step = next(event["step"] for event in scores if event["val_loss"] <= last + RISE)
-        return (f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}; set {more} and "
-                f"ITERATIONS={step}, or use more text")
+        return (f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}. First try "
+                f"ITERATIONS={step}, {others}"), step
     if last > train["train_loss"] + GAP:
         return (f"{read}. Training loss is {train['train_loss']:.2f} nats and validation loss {last:.2f}: the model has memorized "
-                f"much of the text; set {more}, or use more text")
-    return ""
+                f"much of the text. First try {more}, then more text"), 0
+    return "", 0
 
 
 def name_best(events: list[dict]) -> str:
@@ -115,15 +116,19 @@ def name_best(events: list[dict]) -> str:
             f"{scores[-1]['step']:,}, with {scores[-1]['val_bpb']:.4f}")
 
 
-def next_steps(run: str, start: dict) -> list[str]:
-    """Return three commands for what one does next with a run, whose "config" event is `start`."""
+def next_steps(run: str, start: dict, steps: int) -> list[str]:
+    """Return three commands for what one does next with a run, whose "config" event is `start`. `steps`: those that would have
+    been enough, or 0."""
     python, run = interpreter(), shlex.quote(run)
     plot = f"{python} tools/plot.py {run}"
     if not find_spec("matplotlib"):
         plot = f"{python} -m pip install matplotlib && {plot}"
     presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
-    if not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb")):  # it is the user's own text
+    data = start["config"]["DATA_PATH"]
+    if steps and "quick" in presets:
+        more = f"./run.sh DATA_PATH={shlex.quote(data)} ITERATIONS={steps}    # the same in fewer steps"
+    elif not Path(data).name.startswith(("sotu", "fineweb")):  # it is the user's own text
         more = f"{python} train_gpt.py --help    # every setting"
     elif "quick" in presets:
         more = f"./run.sh --preset {better}    # ten minutes, a better model"
@@ -143,9 +148,10 @@ def summarize(log: Path) -> str:
     if not export:
         return score
     history = read_history(log)
-    commands = "\n          ".join(next_steps(log.stem, latest["config"]))
+    warning, steps = warn_of_overfitting(history)
+    commands = "\n          ".join(next_steps(log.stem, latest["config"], steps))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{name_best(history)}{warn_of_overfitting(history)}
+{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{name_best(history)}{warning}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      {commands}"""

@@ -24,7 +24,7 @@ from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, interpreter, read_history
 SAME_GROUP = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 UNNAMED = SAME_GROUP | {"TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"}  # the last three follow from DATA_PATH
 ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs that share these can compare losses
-MAX_LABEL = 60  # characters
+MAX_LABEL, LINE = 200, 90  # characters
 LATE = 0.1  # of a run: no line leads from step 0 to a first validation that is later
 BEGINNING = 0.04  # of a run: its values may leave the panel, since they would flatten the rest
 AXIS_TITLES = {"step": "step", "tokens": "training tokens (millions)", "seconds": "training time (s)",
@@ -64,15 +64,20 @@ def read_run(name: str) -> Run:
     return Run(name, record, events[0]["config"], score, events)
 
 
+def given_settings(run: Run) -> list[str]:
+    """Return the names of the settings that were arguments or in the environment."""
+    overrides = run.events[0].get("overrides", {})
+    return [name for name, (_, origin) in overrides.items() if origin in ("argument", "environment")]
+
+
 def describe(run: Run, differing: list[str]) -> str:
     """Return the run's record; or its preset and its values of the differing settings, or if there are none, its data set and
     the settings that were given."""
     if run.record:
         return run.record
-    origins = {name: origin for name, (_, origin) in run.events[0].get("overrides", {}).items()}
-    words = sorted({f"preset {Path(origin[1:]).stem}" for origin in origins.values() if origin.startswith("@")})
-    given = [name for name, origin in origins.items() if origin in ("argument", "environment")]
-    for name in differing or dict.fromkeys(["DATA_PATH", *given]):
+    origins = {origin for _, origin in run.events[0].get("overrides", {}).values()}
+    words = sorted(f"preset {Path(origin[1:]).stem}" for origin in origins if origin.startswith("@"))
+    for name in differing or dict.fromkeys(["DATA_PATH", *given_settings(run)]):
         value = run.settings.get(name)
         if name not in UNNAMED and value is not None:
             words.append(Path(value).name if name == "DATA_PATH" else f"{name}={value}")
@@ -92,6 +97,8 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     firsts = [members[0] for members in by_key.values()]
     names = sorted({name for run in firsts for name in run.settings} - UNNAMED)
     differing = [name for name in names if len({str(run.settings.get(name)) for run in firsts}) > 1]
+    by_hand = {name for run in firsts for name in given_settings(run)}
+    differing.sort(key=lambda name: name not in by_hand)  # a long label is cut at its end
     labels = [describe(run, differing) for run in firsts]
     groups = {}
     for label, members in zip(labels, by_key.values()):
@@ -180,7 +187,7 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
             late = across > BEGINNING * np.nanmax(across, initial=0)
             shown.append(values[late] if late.any() and not members[0].settings.get("INIT_FROM") else values)
         for run in members if len(groups) == 1 and y == "val_bpb" else []:
-            if warn_of_overfitting(run.events):
+            if warn_of_overfitting(run.events)[0]:
                 across, _ = min(curve(run, x, y).values(), key=lambda point: point[1])
                 axes.axvline(across, color=colour, label="lowest validation", **STYLES["lowest validation"])
     low, high = (limit(np.concatenate(shown)) for limit in (np.nanmin, np.nanmax))
@@ -198,13 +205,14 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     from matplotlib.lines import Line2D
     rows, columns = panels_of(groups)
     heights = [3.4 if y == "val_bpb" else 2.2 for y in rows]
-    picture = Figure(figsize=(8, sum(heights) + 0.9 + 0.2 * len(groups)), dpi=100, layout="constrained")
+    labels = [textwrap.fill(label + outcome(members), LINE) for label, members in groups.items()]
+    lines = len("\n".join(labels).splitlines())
+    picture = Figure(figsize=(8, sum(heights) + 0.9 + 0.2 * lines), dpi=100, layout="constrained")
     panels = picture.subplots(len(rows), len(columns), sharex="col", sharey="row", height_ratios=heights, squeeze=False)
     palette = colormaps["tab10"] if len(groups) <= 10 else colormaps["turbo"].resampled(len(groups))
     colours = [palette(number) for number in range(len(groups))]
     for (row, column), axes in np.ndenumerate(panels):
         draw_panel(axes, groups, colours, columns[column], rows[row])
-    labels = [label + outcome(members) for label, members in groups.items()]
     if len(groups) == 1:
         picture.suptitle(labels[0], fontsize=11)
     else:
@@ -215,6 +223,9 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     handles = [Line2D([], [], color=colours[0] if len(groups) == 1 else "0.35", **how) for how in styles.values()]
     picture.legend(handles, list(styles), loc="outside lower center", ncols=3, fontsize="small")
     picture.savefig(out)
+    if out.suffix == ".png":
+        from PIL import Image  # a part of what matplotlib needs
+        Image.open(out).convert("RGB").quantize(128).save(out, optimize=True)  # a third of the bytes
 
 
 def main() -> None:
