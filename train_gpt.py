@@ -4,9 +4,11 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
 
 Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
-Science comes first, from Config (every setting) to Trainer (a step) and `train` (all steps); then
-machinery. In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
-C head width. "Published" means openai/parameter-golf's train_gpt.py.
+Science comes first: Config (every setting), Ranks, GPT, Muon and build_optimizers, TokenLoader,
+schedule, Trainer (a step) and train (all steps). Then machinery: start_ranks, load_config, RunLog,
+Validation, quantize to load_weights (the artifact), checkpoints, export, resolve and run.
+In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head
+width. "Published" means openai/parameter-golf's train_gpt.py.
 """
 import ctypes
 import difflib
@@ -378,8 +380,7 @@ class GPT(nn.Module):
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, masks: Tensor | None = None) -> Tensor:
-        """The last block's output (B, T, D) of tokens (B, T), int64, with dropout's masks. It has
-        no masks of documents; made here of `tokens`, for Attention, they would serve all scores."""
+        """The last block's output (B, T, D) for tokens (B, T). Masks of documents would begin here."""
         cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
@@ -558,7 +559,8 @@ class TokenLoader:
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the rates, by a branch for each LR_SCHEDULE, and Muon's momentum after a step."""
+    """Factor of the rates and Muon's momentum after `step` steps. A new schedule is a choice of
+    LR_SCHEDULE and a branch that sets `shape`, from 1 to 0 at the end (`done` is 1)."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)

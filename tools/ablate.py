@@ -195,6 +195,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
             for missing in set(range(seed, seed + count)) - {run.seed for run in arm.runs}:
                 key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
                 trials.setdefault(key, (arm, missing))
+        runner.say(f"{len(trials)} runs, for {count} seeds of each")
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials)]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
