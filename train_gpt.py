@@ -380,7 +380,7 @@ class GPT(nn.Module):
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def hidden(self, tokens: Tensor, masks: Tensor | None = None) -> Tensor:
-        """The last block's output (B, T, D) for tokens (B, T). Masks of documents would begin here."""
+        """The last block's output (B, T, D) for tokens (B, T); document masks would begin here."""
         cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:  # across documents, too (modded-nanogpt#130)
@@ -881,9 +881,8 @@ def open_split(config: Config, split: str) -> dict[Path, np.ndarray]:
     """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     where = f"DATA_PATH={config.data_path!r}"
-    lack = f"*_{split}_*.bin in" if Path(config.data_path).is_dir() else "folder"
     ways = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
-    require(paths, f"there is no {lack} {where}; use {' or '.join(sorted(ways))}")
+    require(paths, f"there is no {where} with *_{split}_*.bin; use {' or '.join(sorted(ways))}")
     shards = {path: open_shard(path) for path in paths}
     tokens = sum(map(len, shards.values()))
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "

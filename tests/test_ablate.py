@@ -119,7 +119,8 @@ def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
     assert len(comparisons) == 6  # three on each machine
     spread, freedom, machines = effects.spread_before(comparisons, comparisons[0][0][1])
     assert 0.0007 < spread < 0.003 and freedom == 5 * 3 // 2  # of a difference of two: 0.0014
-    assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}
+    assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}  # all but the one that is asked about
+    assert effects.spread_before(comparisons[:1], comparisons[0][0][0])[1:] == (0, {})  # also not the other way round
 
 
 # ---- Models that must not be scored --------------------------------------------------------------------------------------

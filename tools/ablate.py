@@ -196,7 +196,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
                 trials.setdefault(key, (arm, missing))
         runner.say(f"{len(trials)} runs, for {count} seeds of each")
-        list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials)]))
+        list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
             arm.verdict, arm.reason = first.verdict or arm.verdict, first.reason or arm.reason

@@ -150,8 +150,8 @@ def spread_before(comparisons, arm: Run) -> tuple[float, int, Counter]:
     from scipy import stats
     variances, freedoms, machines = [], [], Counter()
     for pairs in comparisons:
-        later = pairs[0][1].content
-        if len(pairs) > 1 and later != arm.content and is_like(later, arm.content):
+        earlier, later = (run.content for run in pairs[0])
+        if len(pairs) > 1 and arm.content not in (earlier, later) and is_like(later, arm.content):
             freedom = len(pairs) - 1
             variance = statistics.variance(second.bpb - first.bpb for first, second in pairs)
             variances.append(variance * freedom / stats.chi2.median(freedom))
