@@ -246,34 +246,7 @@ def test_run_sh_does_not_train_on_the_cpu_of_a_machine_whose_gpus_pytorch_cannot
         assert "PyTorch cannot use" not in result.stderr, wish
 
 
-# ---- Ablations and records ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_ablations_are_trained_once_and_compared(checkout):
-    data = make_shards(checkout)
-    base = checkout / "base.env"
-    base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=2, EXPORT_BITS=6)))
-    program, options = [sys.executable, "tools/ablate.py"], ["--base", str(base), "--seeds", "1,2", "--jobs", "2"]
-    for _ in range(2):  # the second time, nothing is trained
-        result = run(checkout, *program, "plain", "slope MLP_SLOPE=0.5", *options)
-        assert result.returncode == 0, result.stderr
-    assert len(list((checkout / "logs").glob("ablate_*.jsonl"))) == 4  # another run would have moved them aside
-    assert re.search(r"ablate_\w+_\d: run 3 of 4, about \d+ min left", result.stdout)
-    rows = [line for line in result.stdout.splitlines() if line.startswith("|")][2:]
-    plain, slope = ([cell.strip() for cell in line.split("|")[1:-1]] for line in rows)
-    assert plain.pop(3) == "" and 0 <= float(slope.pop(3)) <= 1
-    logs = [json.loads(line) for line in (checkout / "logs" / "ablate_plain_1.jsonl").read_text().splitlines()]
-    assert plain[0] == "plain" and plain[2] == "+0.0000" and slope[0] == "slope" and slope[2] != "+0.0000"
-    assert [plain[5], slope[5]] == ["2", "2"] and logs[0]["config"]["MAX_WALLCLOCK_SECONDS"] == 0
-    timed = run(checkout, *program, "timed", *options, "--seeds", "1", "--seconds", "0.5", "--settings", "ITERATIONS=100000")
-    steps = int(timed.stdout.splitlines()[-1].split("|")[7].replace(",", ""))
-    assert timed.returncode == 0 and 2 < steps < 100_000, timed.stderr
-    for variations, message in ((["x", "y MLP_SLOPE=0.5", "x MLP_SLOPE=0.3"], "two variations are called x; give each"),
-                                (["x", "MLP_SLOPE=0.5"], "MLP_SLOPE=0.5 is a setting; before it"),
-                                (["x", "y MLP_SLOP=0.5"], "MLP_SLOP='0.5' (argument) is not a variable")):
-        wrong = run(checkout, *program, *variations)
-        assert wrong.returncode and f"ablate.py: {message}" in wrong.stderr
+# ---- Records ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
