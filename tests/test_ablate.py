@@ -131,7 +131,7 @@ FORWARD = "return self.loss(self.hidden(tokens, masks), targets)"
 SCRIPTS = {  # text in the script, what stands there instead, the fault
     "unchanged": ("", "", ""),
     "a mask off by one": (MASK, "triu(i * size + 2)", "later tokens"),
-    "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 / x0.std(1, keepdim=True)", "later tokens"),
+    "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 - x0.mean(1, keepdim=True)", "later tokens"),
     "the rows of the batch": (INPUT, f"{INPUT}; x0 = x0 + 0.1 * x0.mean(0, keepdim=True)", "other rows"),
     "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
     "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
