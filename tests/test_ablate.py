@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", end=True
                "torch": "2.13.0+cpu", "world_size": 1, "threads": 2, "gpu": gpu}]
     events += [{"event": "train", "step": step, "train_time_ms": 10.0 * step} for step in (1, 10, 50, 100)]
     events += [{"event": "val", "step": 100, "val_bpb": bpb - 0.01, "step_avg_ms": 10.0},
-               {"event": "export", "artifact_bytes": 5, "code_bytes": 7}, {"event": "final", "val_bpb": bpb}]
+               {"event": "export", "artifact_bytes": 5, "code_bytes": 7}, {"event": "final", "val_bpb": bpb, "elapsed_s": 9.0}]
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, events if end else events[:-1])))
     (folder / f"{name}.txt").write_text(f"{source}\n{effects.RULE}\n", encoding="utf-8")
@@ -137,7 +138,7 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
     "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
                               "not the cross entropy"),
     "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
-    "no logits": ("def logits(self", "def scores(self", "cannot be asked"),
+    "no logits": ("def logits(self", "def scores(self", "cannot be run: line "),
     "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
     "a cache": ("return torch.cat((first * cos", "rotate.cache = cos\n    return torch.cat((first * cos", ""),
     "sorted rows": (FORWARD, "order = tokens[:, 0].argsort()\n        "
@@ -157,7 +158,8 @@ def test_leaks_are_found_before_the_first_run(kind, tmp_path, monkeypatch):
     settings = [*tiny_arguments("tiny"), "COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1"]  # with tiled attention
     plan = probe.plan(probe.load_script(str(script)), settings, script.read_text(encoding="utf-8"))
     assert plan["config"]["ATTN"] == "tiled"
-    assert plan["fault"] == "" if not fault else fault in plan["fault"]
+    verdict = "failed" if "cannot be run" in fault else "invalid" if fault else ""
+    assert plan["verdict"] == verdict and fault in plan["reason"] and bool(fault) == bool(plan["reason"])
 
 
 # ---- Commands ------------------------------------------------------------------------------------------------------------
@@ -191,6 +193,10 @@ def test_ablations_are_stopped_repeated_and_judged(tmp_path):
     (root / "idea.py").write_text(SOURCE.replace(FORWARD, FORWARD + " * 0.9"), encoding="utf-8")
     (root / "broken.py").write_text(SOURCE.replace("def train_step(self", "def step(self"), encoding="utf-8")
 
+    score = '"val_loss": total / self.count, "val_bpb": total'
+    assert SOURCE.count(score) == 1
+    (root / "late.py").write_text(SOURCE.replace(score, f"{score} / 2"), encoding="utf-8")  # no probe sees it before training
+
     def start(*words, most="3"):
         options = ["--base", "base.env", "--settings", f"DATA_PATH={data}", "SEED=5", "--most-seeds", most, "--jobs", "2"]
         return subprocess.Popen([sys.executable, "tools/ablate.py", *words, *options], cwd=root, stdout=subprocess.PIPE,
@@ -199,7 +205,8 @@ def test_ablations_are_stopped_repeated_and_judged(tmp_path):
     def logs():
         return sorted(path.name for path in (root / "logs").glob("ablate_*.jsonl"))
 
-    words = ["plain", "rate MATRIX_LR=1e-9", "same MATRIX_LR=0.02", "leak script=idea.py", "broken script=broken.py", "--diff", "0.1"]
+    words = ["plain", "rate MATRIX_LR=1e-9", "same MATRIX_LR=0.02", "leak script=idea.py", "broken script=broken.py", "late script=late.py",
+             "--diff", "0.1"]
     process = start(*words)
     while len(effects.read_runs([root / "logs"])) < 2 and process.poll() is None:
         time.sleep(0.2)
@@ -212,7 +219,9 @@ def test_ablations_are_stopped_repeated_and_judged(tmp_path):
     assert all(log.stat().st_mtime == then for log, then in kept.items())  # nothing is trained twice
     lines = {line.split()[0]: line for line in output.splitlines()}
     assert "no gain" in lines["rate"] and "no gain" in lines["same"] and "+0.0000" in lines["same"]
-    assert "its loss" in lines["leak"] and "invalid" in lines["leak"] and "train_step" in lines["broken"]
+    assert "its loss" in lines["leak"] and "invalid" in lines["leak"]
+    assert re.search(r"failed .*: status 1, line \d+, AttributeError: .* 'train_step'", lines["broken"])
+    assert "invalid    its log says" in lines["late"]
     assert not [name for name in logs() if "leak" in name or "same" in name]
     again = start(*words[:2], "--json", "--plot", str(tmp_path / "effects.png"), "--diff", "0.1")
     facts = [json.loads(line) for line in again.communicate(timeout=100)[0].splitlines()]
@@ -230,7 +239,8 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     settings = [*tiny_arguments(data), "SEED=1"]
     for words, message in ((["x"], "x is compared with nothing"), (["x", "x A=1"], "two variations are called x"),
                            (["x", "MLP_SLOPE=0.5"], "MLP_SLOPE=0.5 is a setting; before it"),
-                           (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "no.py"),
+                           (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
+                           (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
                            (["x", "y", "--horizons", "1,2", "--seconds", "3"], "give one of them"),
                            (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple")):
         monkeypatch.setattr(sys, "argv", ["ablate.py", *words, "--settings", *settings])

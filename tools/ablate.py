@@ -10,12 +10,14 @@ All train with seed after seed, until each gets a verdict:
     better     it gains; without any gain, this is said in at most 5 % of cases
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
     undecided  --most-seeds seeds do not tell
-    invalid    its scores would be wrong: its logits depend on later tokens or other rows, or its loss is not theirs
+    invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is not theirs, or its
+               artifact scores otherwise
     failed     a run failed
 
 All train for ITERATIONS, or with --seconds for a time: then use a quiet machine. What logs/ has is not trained again: the same
 script (but for comments), settings, data, seed, PyTorch and kind of machine. So a command that was stopped can be repeated.
-Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the command, 3 if a run failed.
+Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the command, 3 if a run failed
+(even if others are invalid), 130 if stopped.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import statistics
@@ -35,15 +38,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from common import ROOT, count_cores, gpu_names, pairs_of, require_packages, table
 from effects import (
-    Effect, Run, compare_all, content_of, differing, judge, limits_of, pairs_needed, pairs_of_seeds, read_run, read_runs,
-    spread_before,
+    Effect, Run, compare_all, content_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds, read_run,
+    read_runs, spread_before,
 )
 
 LOGS = ROOT / "logs"
 WAIT_S = 5  # between looks at a run that another command trains
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
+SCORED_AGAIN = 1e-3  # bits per byte; compiled and eager models round differently
+FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "VAL_TOKENS", "RUN_ID", "OUT_DIR", "RESUME"}
 
 
 @dataclass
@@ -96,9 +102,11 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
         script = Path(own.pop("script", ROOT / "train_gpt.py"))
         copy = folder / str(number) / "train_gpt.py"
         copy.parent.mkdir()
+        if not script.is_file():
+            raise ValueError(f"{name}: script={script} is no file")
         shutil.copy(script, copy)
-        if "SEED" in own:
-            raise ValueError(f"{name} sets SEED; set the first seed of all with --settings SEED={own['SEED']}")
+        for variable in sorted(FOR_ALL & own.keys()):
+            raise ValueError(f"{name} sets {variable}, which must be equal in all: --settings {variable}={own[variable]}")
         variations.append((name, copy, {**common, **own}))
     lengths = [{"ITERATIONS": steps} for steps in options.horizons.replace(" ", "").split(",")] if options.horizons else [{}]
     return [[Arm(name, script, {**settings, **length}) for name, script, settings in variations] for length in lengths]
@@ -121,7 +129,9 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
             if "error" in plan:
                 raise ValueError(f"{arm.name}: {plan['error']}")
             arm.plan, arm.content = plan, content_of(plan, arm.script.read_text(encoding="utf-8"))
-            arm.verdict, arm.reason = ("invalid", plan["fault"]) if plan["fault"] else ("", "")
+            arm.verdict, arm.reason = plan["verdict"], plan["reason"]
+            if abs(plan["val_bytes"] / arms[0].plan["val_bytes"] - 1) > 0.01:  # rows of another length end elsewhere
+                arm.verdict, arm.reason = "invalid", f"it is scored on {plan['val_bytes']:,} bytes of another text"
 
 
 # ---- Runs ----------------------------------------------------------------------------------------------
@@ -145,10 +155,13 @@ class Runner:
         process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
-        lines = process.communicate()[1].split("train_gpt.py: ")[-1].splitlines()  # what the trainer says, or a traceback
+        errors = process.communicate()[1].strip()
         self.places.put(place)
-        last = " ".join(lines if len(lines) < 3 else lines[-1:])
-        return f"status {process.returncode}: {last}" if process.returncode else ""
+        if not process.returncode:
+            return ""
+        place_in_script = re.findall(r'train_gpt.py", (line \d+)', errors)[-1:]  # of a traceback
+        said = errors.split("train_gpt.py: ")[-1].splitlines()[-1:] if place_in_script else [errors.split("train_gpt.py: ")[-1]]
+        return ", ".join([f"status {process.returncode}", *place_in_script, *said])
 
     def train(self, trial: tuple[Arm, int]) -> None:
         """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm."""
@@ -178,6 +191,30 @@ class Runner:
             process.terminate()
 
 
+def check_score(arm: Arm) -> None:
+    """Score the artifact of one of the arm's runs again, by the logits of its script, on this checkout's validation text. If
+    the score in the log is another one, the arm is invalid: a probe before training does not see everything."""
+    import train_gpt
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
+    config, _ = train_gpt.load_config([f"{name}={arm.plan['config'][name]}" for name in names], {})
+    validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
+    run = next((run for run in arm.runs if run.log.with_suffix("").joinpath(train_gpt.MODEL_FILE).exists()), None)
+    if not run:  # of another machine
+        return
+    words = [f"{name}={value}" for name, value in arm.settings.items() if name != "ATTN"]
+    words += [f"INIT_FROM={run.log.with_suffix('') / train_gpt.MODEL_FILE}", f"DTYPE={arm.plan['config']['DTYPE']}"]
+    command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(arm.script), "score", *words]
+    with tempfile.TemporaryDirectory() as place:
+        np.save(Path(place, "tokens.npy"), validation.tokens)
+        result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    if result.returncode:
+        arm.verdict, arm.reason = "invalid", f"its artifact cannot be scored again: {result.stderr.strip().splitlines()[-1]}"
+        return
+    bpb = json.loads(result.stdout.splitlines()[-1])["nats"] / math.log(2) / validation.bytes
+    if not abs(bpb - run.bpb) <= SCORED_AGAIN:
+        arm.verdict, arm.reason = "invalid", f"its log says {run.bpb:.4f}, but by its logits, the artifact scores {bpb:.4f}"
+
+
 def effect_of(pairs: list[tuple[Run, Run]], runs: list[Run], most: int) -> tuple[Effect, Counter]:
     """Return the effect, and the number of the earlier pairs behind its spread, by kind of machine."""
     spread, freedom, machines = spread_before(compare_all(runs), pairs[0][1])
@@ -205,6 +242,8 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 effect, _ = effect_of(pairs_of_seeds(first.runs, arm.runs), runner.runs, options.most_seeds)
                 verdict = judge(effect, options.diff)
                 arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
+            if arm.verdict == "better" and arm.content["script"] != digest_code((ROOT / "train_gpt.py").read_text("utf-8")):
+                check_score(arm)
         count = min(options.most_seeds, count + max(1, options.jobs // (1 + len(undecided))))
 
 
@@ -331,8 +370,9 @@ def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
     for pairs in compare_all(runs):
         first, second = pairs[0]
         names = differing(first.content, second.content)
-        changes = [f"{name} {first.content.get(name)} -> {second.content.get(name)}" for name in names if name in first.content]
-        changes += [f"{name}={second.content[name]}" for name in names if name not in first.content]
+        changes = [f"{name} {first.content[name]} -> {second.content[name]}" for name in names]
+        added = second.content.keys() - first.content.keys()  # the settings of an edited script
+        changes += [f"{name}={second.content[name]}" for name in sorted(added) if second.content[name]]
         effect, _ = effect_of(pairs, runs, most)
         interval = f"{effect.low:+.4f} to {effect.high:+.4f}" if len(pairs) > 1 else ""
         seconds = second.content["MAX_WALLCLOCK_SECONDS"]
@@ -342,6 +382,8 @@ def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
                second.content["machine"], date]
         if word.lower() in " ".join(map(str, row)).lower():
             rows.append(row)
+    if not rows:
+        return [f"no comparison in {' or '.join(map(str, folders))} has {word!r}"]
     return table("| first log | what differs | bits per byte | 90 % interval | pairs | length | text | machine | date |", rows)
 
 

@@ -38,6 +38,7 @@ class Run(NamedTuple):
     trained_bpb: float  # of the model before that
     artifact_bytes: int  # with the script
     step_ms: float
+    took_s: float
     curve: dict  # bits per byte by step
 
 
@@ -88,15 +89,17 @@ def read_run(log: Path) -> Run | None:
         curve = {event["step"]: event["val_bpb"] for event in events if event["event"] == "val"}
         return Run(log, content_of(start, source), start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
-                   statistics.median(paces) if paces else latest["val"]["step_avg_ms"], curve)
+                   statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
+                   latest["final"]["elapsed_s"], curve)
     except (OSError, ValueError, LookupError, TypeError, SyntaxError):  # no log of this trainer
         return None
 
 
 def read_runs(folders) -> list[Run]:
-    """Return the finished runs of all logs in these folders, the oldest first."""
-    logs = sorted({log for folder in folders for log in Path(folder).glob("*.jsonl")}, key=lambda log: log.stat().st_mtime)
-    return [run for run in map(read_run, logs) if run and run.bpb is not None]
+    """Return the finished runs of all logs in these folders, the one that began first in front."""
+    logs = {log for folder in folders for log in Path(folder).glob("*.jsonl")}
+    runs = [run for run in map(read_run, logs) if run and run.bpb is not None]
+    return sorted(runs, key=lambda run: (run.log.stat().st_mtime - run.took_s, run.log))
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:

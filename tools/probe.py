@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy as np
@@ -94,12 +95,13 @@ def find_fault(train_gpt, config, source: str) -> str:
     loss = model(torch.from_numpy(rows), targets).item()
     entropy = torch.nn.functional.cross_entropy(logits.mT, targets).item()
     if not abs(loss - entropy) <= APART:
-        return f"its loss, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
+        return f"its loss in validation, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
     return ""
 
 
 def plan(train_gpt, settings: list[str], source: str) -> dict:
-    """Return what the log of a run with these settings would say first, and "fault"; or "error", if it would not start."""
+    """Return what the log of a run with these settings would say first, with a verdict, "invalid", "failed" or "", and its
+    reason; or "error", if it would not start."""
     try:
         config, _ = train_gpt.load_config(settings, dict(os.environ))
         ranks = train_gpt.start_ranks(config)
@@ -110,14 +112,16 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
         try:
             on_cpu, _ = train_gpt.load_config([*settings, "DEVICE=cpu", "DTYPE=float32", "ATTN=auto"], dict(os.environ))
             on_cpu = train_gpt.resolve(on_cpu, train_gpt.Ranks(0, 1, torch.device("cpu")))
-            fault = find_fault(train_gpt, on_cpu, source)
+            reason = find_fault(train_gpt, on_cpu, source)
+            verdict = "invalid" if reason else ""
         except Exception as error:  # a script that is being written fails in many ways
-            fault = f"its model cannot be asked: {error!r}"
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == train_gpt.__file__]
+            verdict, reason = "failed", f"its model cannot be run: {f'line {lines[-1]}: ' if lines else ''}{error!r}"
     except (ValueError, OSError) as error:
         return {"error": str(error)}
     return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": validation.count,
             "val_bytes": validation.bytes, "torch": torch.__version__, "world_size": 1,
-            "threads": torch.get_num_threads(), "gpu": gpu, "fault": fault}
+            "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict, "reason": reason}
 
 
 def main() -> None:
