@@ -4,11 +4,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
 
 Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
-Science comes first: Config (every setting), Ranks, GPT, Muon and build_optimizers, TokenLoader,
-schedule, Trainer (a step) and train (all steps). Then machinery: start_ranks, load_config, RunLog,
-Validation, quantize to load_weights (the artifact), checkpoints, export, resolve and run.
-In shapes, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head
-width. "Published" means openai/parameter-golf's train_gpt.py.
+Science comes first: Config, GPT, Muon, build_optimizers, TokenLoader, schedule, Trainer (a step),
+train (all steps). Then machinery: start_ranks, load_config, RunLog, Validation, quantize to
+load_weights (the artifact), checkpoints, export, run. In shapes, B is rows, T tokens, V vocabulary,
+D width, H query heads, K key/value heads, C head width. Published is by openai/parameter-golf.
 """
 import ctypes
 import difflib
