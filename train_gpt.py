@@ -7,7 +7,7 @@ Variables are NAME=value arguments, else of the environment, else lines of a fil
 Science comes first: Config, GPT, Muon, build_optimizers, TokenLoader, schedule, Trainer (a step),
 train (all steps). Then machinery: start_ranks, load_config, RunLog, Validation, quantize to
 load_weights (the artifact), checkpoints, export, run. In shapes, B is rows, T tokens, V vocabulary,
-D width, H query heads, K key/value heads, C head width. Published is by openai/parameter-golf.
+D width, H query heads, K key/value heads, C head width. "Published": openai/parameter-golf.
 """
 import ctypes
 import difflib
