@@ -70,7 +70,7 @@ def score_artifact(folder: Path, seed: dict, tokens: np.ndarray) -> dict:
                  "DEVICE": "cpu" if seed["settings"]["DEVICE"] == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(folder / "train_gpt.py", place)
-        shutil.copy(ROOT / "tools" / "probe.py", place)
+        shutil.copy(Path(__file__).resolve().parents[1] / "tools" / "probe.py", place)
         shutil.copy(folder / f"artifact_seed{seed['seed']}.int8.ptz", Path(place, "artifact.ptz"))
         np.save(Path(place, "tokens.npy"), tokens)
         words = [f"{key}={value}" for key, value in settings.items()]

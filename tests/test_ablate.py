@@ -138,7 +138,7 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
     "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
                               "not the cross entropy"),
     "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
-    "no logits": ("def logits(self", "def scores(self", "cannot be run: line "),
+    "no logits": ("def logits(self", "def scores(self", "cannot be run: AttributeError"),
     "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
     "a cache": ("return torch.cat((first * cos", "rotate.cache = cos\n    return torch.cat((first * cos", ""),
     "sorted rows": (FORWARD, "order = tokens[:, 0].argsort()\n        "
