@@ -9,13 +9,13 @@ All train with seed after seed, until each gets a verdict:
 
     better     it gains; without any gain, this is said in at most 5 % of cases
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
-    undecided  --most-seeds seeds do not tell
+    undecided  --most-seeds are not enough
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is not theirs, or its
                artifact scores otherwise
     failed     a run failed
 
-All train for ITERATIONS, or with --seconds for a time: then use a quiet machine. What logs/ has is not trained again: the same
-script (but for comments), settings, data, seed, PyTorch and kind of machine. So a command that was stopped can be repeated.
+All train for ITERATIONS, or for --seconds, which needs a quiet machine. Runs in logs/ with the same script (except comments),
+settings, data, seed, PyTorch and kind of machine are not repeated, so a command that was stopped can be given again.
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the command, 3 if a run failed
 (even if others are invalid), 130 if stopped.
 """

@@ -1,7 +1,7 @@
 """Finished runs as evidence: read them from logs, pair them by seed, and say how large an effect is and how sure that is.
 
 The effect of a change is the mean over seeds of bits per byte with it minus without it, of the compressed models. `limits_of`
-says how far it is known while pairs come in one by one.
+gives an interval that holds as pairs are added.
 """
 
 import ast

@@ -4,8 +4,8 @@
                                                                the losses after the first token, and "apart"
     python tools/probe.py SCRIPT plan < lists.json             what lists of settings would train, and why a model is invalid
 
-"apart" is the largest difference between logits of rows of tokens and those of their beginnings alone. A model that sees later
-tokens or other rows has a large one.
+"apart" is the largest difference between the logits of whole rows of tokens and of their beginnings alone. It is large if a
+model sees later tokens or other rows.
 """
 
 import json
