@@ -7,7 +7,7 @@
 A variation is a name and its settings; script=FILE trains another script. The first one is what the others are compared with.
 All train with seed after seed, until each gets a verdict:
 
-    better     it gains; without any gain, this is said in at most 5 % of cases
+    better     it gains; without any gain, this is said in 5 % of cases, if pairs vary at most twice as much as earlier ones
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
     undecided  --most-seeds are not enough
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is not theirs, or its
@@ -63,16 +63,21 @@ class Arm:
     verdict: str = ""
     reason: str = ""
     runs: list = field(default_factory=list)  # one of each seed
+    effect: Effect | None = None  # by which it was judged
+    machines: dict = field(default_factory=dict)  # earlier pairs behind that, by kind of machine
+
+    def has(self, run: Run) -> bool:
+        """Whether a run is of this arm. Files without a digest in its log must be older than the run."""
+        config, digests = self.plan["config"], self.plan["data_sha256"].values()
+        files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
+        files += [] if digests and all(digests) else Path(config["DATA_PATH"]).glob("*.bin")
+        newest = max((Path(file).stat().st_mtime for file in files), default=0)
+        return run.began > newest and not differing(run.content, self.content)
 
     def add(self, runs: list[Run]) -> None:
-        """Take the runs that are of this arm. Files without a digest in its log must be older than the log."""
-        config = self.plan["config"]
-        files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
-        files += [] if self.plan["data_sha256"] else Path(config["DATA_PATH"]).glob("*.bin")
-        newest = max((Path(file).stat().st_mtime for file in files), default=0)
+        """Take the runs that are of this arm."""
         for run in runs:
-            is_new = run.seed not in {known.seed for known in self.runs}
-            if is_new and run.log.stat().st_mtime > newest and not differing(run.content, self.content):
+            if run.seed not in {known.seed for known in self.runs} and self.has(run):
                 self.runs.append(run)
 
 
@@ -87,6 +92,8 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
         lines = Path(options.base).read_text(encoding="utf-8").splitlines()
         common = pairs_of([line for line in lines if line and not line.startswith("#")])
     common |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
+    if not all(map(str.split, options.variations)):
+        raise ValueError("a variation is empty; it needs a name: 'NAME VARIABLE=value'")
     names = [words.split()[0] for words in options.variations]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two variations are called {' and '.join(sorted(repeated))}; give each its own name")
@@ -112,6 +119,11 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
     return [[Arm(name, script, {**settings, **length}) for name, script, settings in variations] for length in lengths]
 
 
+def last_line(result: subprocess.CompletedProcess) -> str:
+    """Return the last line of a process's errors, or its status."""
+    return (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
+
+
 def make_plans(arms: list[Arm], environment: dict) -> None:
     """Ask each script, in one process for all its arms, what it would train, and whether its model is valid. Raises ValueError
     for a setting that is wrong."""
@@ -124,7 +136,7 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
         result = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(lists), capture_output=True, text=True,
                                 check=False)
         if result.returncode:
-            raise ValueError(f"{members[0].name}: the script cannot be used: {result.stderr.strip().splitlines()[-1]}")
+            raise ValueError(f"{members[0].name}: the script cannot be used: {last_line(result)}")
         for arm, plan in zip(members, json.loads(result.stdout.splitlines()[-1])):
             if "error" in plan:
                 raise ValueError(f"{arm.name}: {plan['error']}")
@@ -155,6 +167,8 @@ class Runner:
         process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
+        if self.is_stopping:
+            process.terminate()
         errors = process.communicate()[1].strip()
         self.places.put(place)
         if not process.returncode:
@@ -170,17 +184,23 @@ class Runner:
         name = f"ablate_{arm.name}{length}_{seed}"
         words = [f"{key}={value}" for key, value in arm.settings.items()]
         command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}", f"OUT_DIR=logs/{name}"]
-        started, error = time.monotonic(), "a run writes to"
-        while "a run writes to" in error and not self.is_stopping:  # another command trains it
-            if list((LOGS / name).glob("final_model*")):  # of other content, or cut off
-                shutil.rmtree(LOGS / name)
-            error = self.start(command)
+        started, error, run = time.monotonic(), None, None
+        while not (self.is_stopping or arm.verdict):
             run = read_run(LOGS / f"{name}.jsonl")
-            if run and run.seed == seed and not differing(run.content, arm.content):
+            if run and run.seed == seed and arm.has(run):
                 self.runs.append(run)
                 self.say(f"{name}: {run.bpb:.4f} bits per byte, {(time.monotonic() - started) / 60:.1f} min")
                 return
-            time.sleep(WAIT_S if error else 0)
+            if error is None:
+                for file in (LOGS / name).glob("final_model*"):  # of other content, or cut off
+                    file.unlink(missing_ok=True)
+            elif "a run writes to" in error:
+                time.sleep(WAIT_S)  # another command trains it
+            else:
+                break
+            error = self.start(command)
+        if arm.verdict:
+            return
         changed = ", ".join(differing(run.content, arm.content)) if run else "its log"
         arm.verdict, arm.reason = "failed", f"{name}: {error or f'{changed} is not what was planned'}"
 
@@ -195,7 +215,8 @@ def check_score(arm: Arm) -> None:
     """Score the artifact of one of the arm's runs again, by the logits of its script, on this checkout's validation text. If
     the score in the log is another one, the arm is invalid: a probe before training does not see everything."""
     import train_gpt
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
+    from probe import APART
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN", "VAL_TOKENS")
     config, _ = train_gpt.load_config([f"{name}={arm.plan['config'][name]}" for name in names], {})
     validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
     run = next((run for run in arm.runs if run.log.with_suffix("").joinpath(train_gpt.MODEL_FILE).exists()), None)
@@ -208,16 +229,19 @@ def check_score(arm: Arm) -> None:
         np.save(Path(place, "tokens.npy"), validation.tokens)
         result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     if result.returncode:
-        arm.verdict, arm.reason = "invalid", f"its artifact cannot be scored again: {result.stderr.strip().splitlines()[-1]}"
+        arm.verdict, arm.reason = "invalid", f"its artifact cannot be scored again: {last_line(result)}"
         return
-    bpb = json.loads(result.stdout.splitlines()[-1])["nats"] / math.log(2) / validation.bytes
+    found = json.loads(result.stdout.splitlines()[-1])
+    if not found["apart"] <= APART:
+        arm.verdict, arm.reason = "invalid", "its trained logits depend on later tokens or other rows"
+    bpb = found["nats"] / math.log(2) / validation.bytes
     if not abs(bpb - run.bpb) <= SCORED_AGAIN:
         arm.verdict, arm.reason = "invalid", f"its log says {run.bpb:.4f}, but by its logits, the artifact scores {bpb:.4f}"
 
 
-def effect_of(pairs: list[tuple[Run, Run]], runs: list[Run], most: int) -> tuple[Effect, Counter]:
+def effect_of(pairs: list[tuple[Run, Run]], comparisons: list, most: int) -> tuple[Effect, Counter]:
     """Return the effect, and the number of the earlier pairs behind its spread, by kind of machine."""
-    spread, freedom, machines = spread_before(compare_all(runs), pairs[0][1])
+    spread, freedom, machines = spread_before(comparisons, pairs[0][1])
     return limits_of([second.bpb - first.bpb for first, second in pairs], most, spread, freedom), machines
 
 
@@ -237,10 +261,14 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
         for arm in (first, *undecided):
             arm.add(runner.runs)
             arm.verdict, arm.reason = first.verdict or arm.verdict, first.reason or arm.reason
+        comparisons = compare_all(runner.runs)
         for arm in undecided:
-            if not arm.verdict:
-                effect, _ = effect_of(pairs_of_seeds(first.runs, arm.runs), runner.runs, options.most_seeds)
-                verdict = judge(effect, options.diff)
+            pairs = pairs_of_seeds(first.runs, arm.runs)
+            if not arm.verdict and not pairs:  # an equal arm failed, or its data is newer than its runs
+                arm.verdict, arm.reason = "failed", "it has no run that can be used"
+            elif not arm.verdict:
+                arm.effect, arm.machines = effect_of(pairs, comparisons, options.most_seeds)
+                verdict = judge(arm.effect, options.diff)
                 arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
             if arm.verdict == "better" and arm.content["script"] != digest_code((ROOT / "train_gpt.py").read_text("utf-8")):
                 check_score(arm)
@@ -269,7 +297,7 @@ def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
     pairs = pairs_of_seeds(first.runs, arm.runs)
     if not pairs or arm.verdict in ("invalid", "failed"):
         return facts
-    effect, machines = effect_of(pairs, runs, options.most_seeds)
+    effect, machines = arm.effect, arm.machines
     one, two = pairs[0]
     ratio = statistics.median(second.step_ms for _, second in pairs) / statistics.median(run.step_ms for run, _ in pairs)
     facts |= {"effect": effect.mean, "pairs": effect.pairs, "spread": effect.spread, "earlier_pairs": machines}
@@ -277,7 +305,7 @@ def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
         facts |= {"low": effect.low, "high": effect.high, "pairs_needed": pairs_needed(effect, options.most_seeds, options.diff)}
     facts |= {"effect_before_export": statistics.mean(second.trained_bpb - run.trained_bpb for run, second in pairs),
               "scores": [second.bpb for _, second in pairs], "scores_of_first": [run.bpb for run, _ in pairs],
-              "step_ratio": ratio, "bytes": two.artifact_bytes, "size_cap": two.content["SIZE_CAP"],
+              "step_ratio": ratio, "bytes": two.artifact_bytes, "size_cap": two.content.get("SIZE_CAP", 0),
               "logs": [str(second.log) for _, second in pairs]}
     if not options.seconds:
         facts["at_equal_time"] = at_equal_time(one, runs, effect.mean, ratio)
@@ -365,15 +393,14 @@ def report(rows: list[tuple[dict, Arm, Arm]], lengths: list[list[Arm]], options)
 
 def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
     """Return a table of the comparisons that the logs hold, the newest last, of those with `word` in their line."""
-    runs = read_runs(folders)
-    rows = []
-    for pairs in compare_all(runs):
+    rows, comparisons = [], compare_all(read_runs(folders))
+    for pairs in comparisons:
         first, second = pairs[0]
         names = differing(first.content, second.content)
         changes = [f"{name} {first.content[name]} -> {second.content[name]}" for name in names]
         added = second.content.keys() - first.content.keys()  # the settings of an edited script
         changes += [f"{name}={second.content[name]}" for name in sorted(added) if second.content[name]]
-        effect, _ = effect_of(pairs, runs, most)
+        effect, _ = effect_of(pairs, comparisons, most)
         interval = f"{effect.low:+.4f} to {effect.high:+.4f}" if len(pairs) > 1 else ""
         seconds = second.content["MAX_WALLCLOCK_SECONDS"]
         length = f"{seconds:g} s" if seconds else f"{second.content['ITERATIONS']} steps"
@@ -399,7 +426,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
                         help="runs at the same time, each on a GPU of its own or a share of the cores")
     parser.add_argument("--from", dest="folders", nargs="*", type=Path, default=[], metavar="FOLDER", help="more logs")
-    parser.add_argument("--plot", metavar="FILE", help="draw the effects")
+    parser.add_argument("--plot", type=lambda file: Path(file).resolve(), metavar="FILE", help="draw the effects")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
     options = parser.parse_args()
     require_packages()
@@ -429,9 +456,9 @@ def main() -> int:
         finally:
             runner.stop()
     rows = [(facts_of(arms[0], arm, runner.runs, options), arms[0], arm) for arms in lengths for arm in arms[1:]]
+    report(rows, lengths, options)
     if options.plot:
         draw(rows, options)
-    report(rows, lengths, options)
     verdicts = {facts["verdict"] for facts, _, _ in rows}
     if "failed" in verdicts:
         return 3

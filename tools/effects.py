@@ -38,7 +38,7 @@ class Run(NamedTuple):
     trained_bpb: float  # of the model before that
     artifact_bytes: int  # with the script
     step_ms: float
-    took_s: float
+    began: float  # in seconds, as the time of a file
     curve: dict  # bits per byte by step
 
 
@@ -60,7 +60,7 @@ def digest_code(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
-            node.body[0] = ast.Pass()
+            del node.body[0]
     return sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
@@ -79,7 +79,7 @@ def read_run(log: Path) -> Run | None:
     try:
         events = read_events(log)
         latest = {event["event"]: event for event in events}
-        if "final" not in latest or "resume" in latest:
+        if "final" not in latest or "resume" in latest or None in (latest["final"]["val_bpb"], latest["val"]["val_bpb"]):
             return None
         source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
         start, export = events[0], latest["export"]
@@ -90,16 +90,15 @@ def read_run(log: Path) -> Run | None:
         return Run(log, content_of(start, source), start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
                    statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
-                   latest["final"]["elapsed_s"], curve)
-    except (OSError, ValueError, LookupError, TypeError, SyntaxError):  # no log of this trainer
+                   log.stat().st_mtime - latest["final"]["elapsed_s"], curve)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError):  # no log of this trainer
         return None
 
 
 def read_runs(folders) -> list[Run]:
     """Return the finished runs of all logs in these folders, the one that began first in front."""
-    logs = {log for folder in folders for log in Path(folder).glob("*.jsonl")}
-    runs = [run for run in map(read_run, logs) if run and run.bpb is not None]
-    return sorted(runs, key=lambda run: (run.log.stat().st_mtime - run.took_s, run.log))
+    logs = sorted({log for folder in folders for log in Path(folder).glob("*.jsonl")})
+    return sorted(filter(None, map(read_run, logs)), key=lambda run: run.began)
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:
@@ -157,6 +156,8 @@ def spread_before(comparisons, arm: Run) -> tuple[float, int, Counter]:
         if len(pairs) > 1 and arm.content not in (earlier, later) and is_like(later, arm.content):
             freedom = len(pairs) - 1
             variance = statistics.variance(second.bpb - first.bpb for first, second in pairs)
+            if not variance:  # equal bit for bit: nothing was changed
+                continue
             variances.append(variance * freedom / stats.chi2.median(freedom))
             freedoms.append(freedom)
             machines[later["machine"]] += len(pairs)
