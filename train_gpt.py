@@ -837,10 +837,11 @@ class RunLog:
             return
         Path("logs").mkdir(exist_ok=True)
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
+        now = time.time_ns()
         for path in filter(Path.exists, paths):  # the logs of two runs never mix
             with path.open("a") as file:
                 lock(file)
-            path.rename(path.with_name(f"{path.stem}.{path.stat().st_mtime_ns}{path.suffix}"))
+            path.rename(path.with_name(f"{run_id}.{now}{path.suffix}"))
         self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
         lock(self.text)
         self.files = (sys.stdout, self.text)
@@ -1355,8 +1356,7 @@ def resolve(config: Config, ranks: Ranks) -> Config:
                    train_batch_tokens=tokens, micro_batch_tokens=micro_batch * length,
                    fused=config.fused and device != "mps", tokenizer_sha256=digest)
 
-def announce(trainer: Trainer, loader: TokenLoader | None, validation: Validation, log: RunLog,
-             overrides: dict) -> None:
+def announce(trainer: Trainer, loader, validation, log: RunLog, overrides: dict) -> None:
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}

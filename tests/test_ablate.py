@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ablate
 import effects
 import numpy as np
 import probe
 import pytest
+import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
 
 pytest.importorskip("scipy")
@@ -83,7 +85,7 @@ def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", end=True
     (folder / f"{name}.txt").write_text(f"{source}\n{effects.RULE}\n", encoding="utf-8")
 
 
-def test_a_run_is_known_by_its_content(tmp_path):
+def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
     write_log(tmp_path, "first", 1, 1.5)
     first = effects.read_run(tmp_path / "first.jsonl")
     assert first.bpb == 1.5 and first.artifact_bytes == 12 and first.step_ms == 10 and first.curve == {100: 1.49}
@@ -98,8 +100,16 @@ def test_a_run_is_known_by_its_content(tmp_path):
         content = effects.read_run(tmp_path / f"{name}.jsonl").content
         assert (content == first.content) == (name in same), name
     write_log(tmp_path, "unfinished", 1, 1.5, end=False)
-    assert effects.read_run(tmp_path / "unfinished.jsonl") is None
-    assert effects.read_run(tmp_path / "missing.jsonl") is None
+    write_log(tmp_path, "diverged", 1, 1.5)
+    log = tmp_path / "diverged.jsonl"
+    log.write_text(log.read_text().replace('"val_bpb": 1.5', '"val_bpb": null'))
+    for name in ("unfinished", "diverged", "missing"):
+        assert effects.read_run(tmp_path / f"{name}.jsonl") is None
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "logs", "earlier", 1, 1.5)
+    os.utime("logs/earlier.txt", (1, 1))
+    train_gpt.RunLog("earlier", "", is_main=True)  # trained anew
+    assert [run.bpb for run in effects.read_runs(["logs"])] == [1.5]
 
 
 def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
@@ -122,6 +132,26 @@ def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
     assert 0.0007 < spread < 0.003 and freedom == 5 * 3 // 2  # of a difference of two: 0.0014
     assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}  # all but the one that is asked about
     assert effects.spread_before(comparisons[:1], comparisons[0][0][0])[1:] == (0, {})  # also not the other way round
+    equal = [[(one, one), (two, two)] for (one, _), (two, _), *_ in comparisons]
+    assert effects.spread_before(equal, runs[0]._replace(content={**runs[0].content, "MLP_SLOPE": 1}))[:2] == (0, 0)
+
+
+def test_lengths_are_compared(tmp_path):
+    for steps in (0, 100, 200):
+        for seed in (1, 2):
+            write_log(tmp_path, f"base_{steps}_{seed}", seed, 1.5 - steps / 1000, ITERATIONS=steps)
+            write_log(tmp_path, f"mine_{steps}_{seed}", seed, 1.5 - 1.5 * steps / 1000, ITERATIONS=steps, MLP_SLOPE=0.5)
+    runs = effects.read_runs([tmp_path])
+
+    def arm(name, steps):
+        found = [run for run in runs if run.log.stem.startswith(f"{name}_{steps}_")]
+        return ablate.Arm(name, tmp_path, {}, runs=found)
+
+    lengths = [(arm("base", steps), arm("mine", steps)) for steps in (100, 200)]
+    assert ablate.trend(lengths) == "mine: its gain changes by +0.0500 from the first length to the last, with every seed"
+    first = lengths[0][0].runs[0]
+    doubled = ablate.at_equal_time(first, runs, -0.05, 2.0)  # half the steps cost what doubling them gains
+    assert doubled == pytest.approx(-0.05 + 0.1)
 
 
 # ---- Models that must not be scored --------------------------------------------------------------------------------------
@@ -179,40 +209,51 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
         assert list(runner.pool.map(runner.start, [[sys.executable, "-c", write, str(file)] for file in files])) == [""] * 4
         assert sorted(file.read_text() for file in files) == wanted
         assert sorted([files[0].read_text(), files[1].read_text()]) == [wanted[0], wanted[-1]]  # at the same time
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert ablate.Runner(2, print).environment["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS" not in ablate.Runner(1, print).environment
+    assert int(ablate.Runner(64, print).environment["OMP_NUM_THREADS"]) >= 1
 
 
-@pytest.mark.slow
-def test_ablations_are_stopped_repeated_and_judged(tmp_path):
+@pytest.fixture
+def laboratory(tmp_path):
+    """A checkout with tiny settings and data: a function that starts ablate.py, and the data's folder."""
     root = tmp_path / "root"
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(root)], check=True)
     for name in ("train_gpt.py", "tools/ablate.py", "tools/effects.py", "tools/probe.py"):  # as they are here
         (root / name).write_text((REPOSITORY / name).read_text(encoding="utf-8"), encoding="utf-8")
     data = make_shards(tmp_path)
-    base = root / "base.env"
-    base.write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))
-    (root / "idea.py").write_text(SOURCE.replace(FORWARD, FORWARD + " * 0.9"), encoding="utf-8")
-    (root / "broken.py").write_text(SOURCE.replace("def train_step(self", "def step(self"), encoding="utf-8")
-
+    (tmp_path / "base.env").write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))
     score = '"val_loss": total / self.count, "val_bpb": total'
-    assert SOURCE.count(score) == 1
-    (root / "late.py").write_text(SOURCE.replace(score, f"{score} / 2"), encoding="utf-8")  # no probe sees it before training
+    for name, old, new in (("leak", FORWARD, FORWARD + " * 0.9"), ("broken", "def train_step(self", "def step(self"),
+                           ("late", score, f"{score} / 2"), ("worse", score, f"{score} * 2"),  # no probe sees it before training
+                           ("honest", "4.7750", "4.775")):
+        assert SOURCE.count(old) == 1
+        (tmp_path / f"{name}.py").write_text(SOURCE.replace(old, new), encoding="utf-8")
 
     def start(*words, most="3"):
-        options = ["--base", "base.env", "--settings", f"DATA_PATH={data}", "SEED=5", "--most-seeds", most, "--jobs", "2"]
-        return subprocess.Popen([sys.executable, "tools/ablate.py", *words, *options], cwd=root, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        options = ["--base", "base.env", "--settings", f"DATA_PATH={data}", "SEED=5"]
+        options += ["--most-seeds", most, "--jobs", "2", "--diff", "0.1"]
+        return subprocess.Popen([sys.executable, str(root / "tools/ablate.py"), *words, *options], cwd=tmp_path, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return start, root / "logs", data
 
-    def logs():
-        return sorted(path.name for path in (root / "logs").glob("ablate_*.jsonl"))
 
-    words = ["plain", "rate MATRIX_LR=1e-9", "same MATRIX_LR=0.02", "leak script=idea.py", "broken script=broken.py", "late script=late.py",
-             "--diff", "0.1"]
+RATE = "rate MATRIX_LR=1e-9"
+
+
+@pytest.mark.slow
+def test_ablations_are_stopped_repeated_and_judged(laboratory, tmp_path):
+    start, logs, data = laboratory
+    words = ["plain", RATE, "same MATRIX_LR=0.02", "leak script=leak.py", "late script=late.py",
+             "broken script=broken.py", "broken_too script=broken.py"]
     process = start(*words)
-    while len(effects.read_runs([root / "logs"])) < 2 and process.poll() is None:
+    while len(effects.read_runs([logs])) < 2 and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130 and "stopped; the same command goes on" in process.stderr.read()
-    kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs([root / "logs"])}
+    kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs([logs])}
     process = start(*words)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 3, output + errors
@@ -221,17 +262,35 @@ def test_ablations_are_stopped_repeated_and_judged(tmp_path):
     assert "no gain" in lines["rate"] and "no gain" in lines["same"] and "+0.0000" in lines["same"]
     assert "its loss" in lines["leak"] and "invalid" in lines["leak"]
     assert re.search(r"failed .*: status 1, line \d+, AttributeError: .* 'train_step'", lines["broken"])
+    assert "failed" in lines["broken_too"]
     assert "invalid    its log says" in lines["late"]
-    assert not [name for name in logs() if "leak" in name or "same" in name]
-    again = start(*words[:2], "--json", "--plot", str(tmp_path / "effects.png"), "--diff", "0.1")
+    assert not [path for path in logs.glob("ablate_*.jsonl") if "leak" in path.name or "same" in path.name]
+    again = start("plain", RATE, "--json", "--plot", "effects.png")
     facts = [json.loads(line) for line in again.communicate(timeout=100)[0].splitlines()]
     assert again.returncode == 1 and len(facts) == 1 and facts[0]["pairs"] >= 2 and facts[0]["low"] > -0.1
-    assert (tmp_path / "effects.png").stat().st_size > 9000 and len(logs()) == len({name[:-6] for name in logs()})
-    before = len(effects.read_runs([root / "logs"]))
+    assert (tmp_path / "effects.png").stat().st_size > 9000
     shard = next(data.glob("*_train_000000.bin"))
     os.utime(shard)  # without a manifest, newer shards are other shards
-    assert start(*words[:2], "--horizons", "20,40", most="2").wait(200) == 1
-    assert len(effects.read_runs([root / "logs"])) >= before + 8
+    anew = start("plain", RATE, "--json", "--horizons", "20,40", most="2")
+    facts = [json.loads(line) for line in anew.communicate(timeout=200)[0].splitlines()]
+    assert anew.returncode == 1 and [row["iterations"] for row in facts] == [20, 40]
+    used = [effects.read_run(logs / Path(log).name) for row in facts for log in row["logs"]]
+    assert len(used) == 4 and all(run.began > shard.stat().st_mtime for run in used)
+
+
+@pytest.mark.slow
+def test_scores_are_checked_and_two_commands_share_their_runs(laboratory):
+    start, logs, data = laboratory
+    slow = "slow MATRIX_LR=1e-9 SCALAR_LR=1e-9 TIED_EMBED_LR=1e-9"
+    both = [start(slow, "honest script=honest.py", "--settings", "VAL_TOKENS=256", most="2") for _ in range(2)]
+    for process in both:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, output + errors
+        assert re.search(r"honest +better +-[1-9]", output)
+    assert len([*logs.glob("*.jsonl")]) == 4  # none was trained twice
+    process = start("worse script=worse.py", "plain", most="2")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 2 and "plain        invalid    worse: its log says" in output, output + errors
 
 
 def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):

@@ -158,19 +158,23 @@ class Runner:
         self.places: queue.Queue = queue.Queue()
         for job in range(jobs):
             self.places.put({"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if gpus else {})
-        self.environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, count_cores() // jobs))}
+        self.environment = dict(os.environ)
+        if jobs > 1:
+            self.environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // jobs)))
         self.pool, self.processes, self.runs, self.say, self.is_stopping = ThreadPoolExecutor(jobs), [], [], say, False
 
     def start(self, command: list[str]) -> str:
         """Run a command; return its error, or ""."""
         place = self.places.get()
-        process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE, text=True)
-        self.processes.append(process)
-        if self.is_stopping:
-            process.terminate()
-        errors = process.communicate()[1].strip()
-        self.places.put(place)
+        try:
+            process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.PIPE, text=True)
+            self.processes.append(process)
+            if self.is_stopping:
+                process.terminate()
+            errors = process.communicate()[1].strip()
+        finally:
+            self.places.put(place)
         if not process.returncode:
             return ""
         place_in_script = re.findall(r'train_gpt.py", (line \d+)', errors)[-1:]  # of a traceback
@@ -249,6 +253,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
     """Train the arms of one length with more and more seeds, until all have a verdict."""
     first, *rest = arms
     seed, count = first.plan["config"]["SEED"], min(2, options.most_seeds)
+    ours = digest_code((ROOT / "train_gpt.py").read_text("utf-8"))
     while undecided := [arm for arm in rest if not arm.verdict]:
         trials = {}
         for arm in (first, *undecided):
@@ -260,7 +265,6 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
-            arm.verdict, arm.reason = first.verdict or arm.verdict, first.reason or arm.reason
         comparisons = compare_all(runner.runs)
         for arm in undecided:
             pairs = pairs_of_seeds(first.runs, arm.runs)
@@ -270,8 +274,13 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 arm.effect, arm.machines = effect_of(pairs, comparisons, options.most_seeds)
                 verdict = judge(arm.effect, options.diff)
                 arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
-            if arm.verdict == "better" and arm.content["script"] != digest_code((ROOT / "train_gpt.py").read_text("utf-8")):
-                check_score(arm)
+            edited = [scored for scored in (first, arm) if scored.content["script"] != ours]
+            if arm.verdict == "better":
+                for scored in edited:
+                    check_score(scored)
+        if first.verdict:
+            for arm in rest if first.verdict == "invalid" else undecided:
+                arm.verdict, arm.reason = first.verdict, f"{first.name}: {first.reason}"
         count = min(options.most_seeds, count + max(1, options.jobs // (1 + len(undecided))))
 
 
@@ -283,7 +292,8 @@ def at_equal_time(first: Run, runs: list[Run], effect: float, ratio: float) -> f
     first at the nearest other length. None without such a run."""
     slopes = {}
     for other in runs:
-        if other.seed == first.seed and differing(first.content, other.content) == ["ITERATIONS"]:
+        only_length = other.seed == first.seed and differing(first.content, other.content) == ["ITERATIONS"]
+        if only_length and other.content["ITERATIONS"] > 0:
             factor = math.log(other.content["ITERATIONS"] / first.content["ITERATIONS"])
             slopes[abs(factor)] = (other.bpb - first.bpb) / factor
     nearest = min((distance for distance in slopes if distance > math.log(OTHER_LENGTH)), default=None)
@@ -341,9 +351,12 @@ def trend(lengths: list[tuple[Arm, Arm]]) -> str:
     name = lengths[0][1].name
     if len(changes) < 2:
         return f"{name}: fewer than two pairs do not tell whether its gain changes with the length"
-    mean, p = statistics.mean(changes), stats.ttest_1samp(changes, 0).pvalue
+    mean = statistics.mean(changes)
+    if len(set(changes)) < 2:
+        return f"{name}: its gain changes by {-mean:+.4f} from the first length to the last, with every seed"
+    p = stats.ttest_1samp(changes, 0).pvalue
     return (f"{name}: its gain {'grows' if mean < 0 else 'shrinks'} by {abs(mean):.4f} from the first length to the last, "
-            f"p = {p:.2g} (two-sided, {len(changes)} pairs)")
+            f"p = {p:.2g} (two-sided, {len(changes)} pairs; not corrected for when the runs stopped)")
 
 
 def draw(rows: list[tuple[dict, Arm, Arm]], options) -> None:
@@ -418,14 +431,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variations", nargs="+", metavar="'NAME [script=FILE] VARIABLE=value ...'", help="or: tried [WORD]")
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="VARIABLE=value", help="of all; SEED is the first seed")
+    parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
+                        help="of all; SEED is the first seed")
     parser.add_argument("--diff", type=float, default=0.002, metavar="N", help="the gain that matters (default: %(default)s)")
     parser.add_argument("--most-seeds", type=int, choices=range(1, 65), default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--horizons", default="", metavar="N,N", help="compare at each of these ITERATIONS")
     parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
                         help="runs at the same time, each on a GPU of its own or a share of the cores")
-    parser.add_argument("--from", dest="folders", nargs="*", type=Path, default=[], metavar="FOLDER", help="more logs")
+    parser.add_argument("--from", dest="folders", nargs="*", action="extend", type=Path, default=[], metavar="FOLDER",
+                        help="more logs")
     parser.add_argument("--plot", type=lambda file: Path(file).resolve(), metavar="FILE", help="draw the effects")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
     options = parser.parse_args()
@@ -434,25 +449,22 @@ def main() -> int:
     if options.variations[0] == "tried":
         print("\n".join(list_tried(" ".join(options.variations[1:]), folders, options.most_seeds)))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner = Runner(options.jobs, lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True))
     with tempfile.TemporaryDirectory() as folder:
         try:
             lengths = read_arms(options, Path(folder))
             make_plans([arm for arms in lengths for arm in arms], runner.environment)
             if lengths[0][0].verdict:
-                raise ValueError(f"{lengths[0][0].name} is invalid: {lengths[0][0].reason}")
+                raise ValueError(f"{lengths[0][0].name} is {lengths[0][0].verdict}: {lengths[0][0].reason}")
         except (OSError, ValueError) as error:
             print(f"ablate.py: {error}", file=sys.stderr)
             return 2
         os.chdir(ROOT)  # to which the paths in the settings are relative
         runner.runs = read_runs(folders)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for arms in lengths:
                 train_until_clear(arms, runner, options)
-        except KeyboardInterrupt:
-            print("ablate.py: stopped; the same command goes on, and keeps the runs that have finished", file=sys.stderr)
-            return 130
         finally:
             runner.stop()
     rows = [(facts_of(arms[0], arm, runner.runs, options), arms[0], arm) for arms in lengths for arm in arms[1:]]
@@ -466,4 +478,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("ablate.py: stopped; the same command goes on, and keeps the runs that have finished", file=sys.stderr)
+        sys.exit(130)

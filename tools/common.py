@@ -16,14 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from events import read_events  # noqa: E402
+from events import interpreter, read_events  # noqa: E402
 
 
 def require_packages() -> None:
-    """Exit with what to install if the packages that records need are missing."""
+    """Exit with status 2 and what to install if the packages that records and ablations need are missing."""
     missing = [package for package in ("scipy", "matplotlib") if not find_spec(package)]
     if missing:
-        sys.exit(f"{' and '.join(missing)} must be installed: pip install -r requirements-dev.txt")
+        command = f"{interpreter()} -m pip install -r requirements-dev.txt"
+        print(f"{' and '.join(missing)} must be installed: {command}", file=sys.stderr)
+        sys.exit(2)
 
 
 def load_json(path: Path):
