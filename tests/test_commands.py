@@ -142,13 +142,14 @@ def test_run_sh_trains_briefly_on_a_small_text(checkout, gpus, words, says):
     stand_in(checkout, "python", f"""case "$*" in
 *device_count*) echo {gpus} ;;
 *manifest.json) {sys.executable} "$@" ;;
-*train_gpt.py*) mkdir -p logs; touch logs/x.txt; echo "started $*" ;;
+*train_gpt.py*) mkdir -p logs; touch logs/x.txt; echo "started with ${{GLIBC_TUNABLES-nothing}}: $*" ;;
 esac""")
     for tokens, is_small in ((14_000, True), (2_000_000, False), (None, False), ("a[$(touch hacked)0]", False)):
         (data / "manifest.json").write_text(json.dumps({"splits": {"train": {"tokens": tokens}}}))
         result = shell(checkout, "run.sh", "DATA_PATH=tiny", *words)
         assert ("few for this model" in result.stdout) == (is_small and "--preset" not in words and "INIT_FROM=mine" not in words)
         assert not is_small or says in result.stdout, (result.stdout, result.stderr)
+        assert ("started with glibc.malloc.hugetlb=1: " in result.stdout) == (gpus == 0)
     assert not (checkout / "hacked").exists()
 
 
