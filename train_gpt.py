@@ -237,14 +237,14 @@ def token_before(x: Tensor) -> Tensor:
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention by quarters of the queries: q (B, K, H/K, T, C); k, v (B, K, T, C)."""
-    size = math.ceil(q.size(3) / 4)  # queries in a tile; the last one may have fewer
     tiles, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
-    for i, q_i in enumerate(q.chunk(4, 3)):
+    places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare
+    for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i = torch.cat(keys[:i + 1], 2)  # none after the tile; a slice of k would be slower
         v_i = torch.cat(values[:i + 1], 2)
         scores = q_i.flatten(2, 3) @ k_i.mT  # one product for all heads that share a key
         scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5  # (B, K, H/K, t, keys)
-        mask = torch.full(scores.shape[3:], -math.inf, dtype=q.dtype).triu(i * size + 1)
+        mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
         weights = (scores + mask).softmax(-1)
         tiles.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
     return torch.cat(tiles, 3)

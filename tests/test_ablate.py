@@ -156,12 +156,12 @@ def test_lengths_are_compared(tmp_path):
 
 # ---- Models that must not be scored --------------------------------------------------------------------------------------
 
-MASK = "triu(i * size + 1)"
+MASK = "<= places_i[:, None]"
 INPUT = "x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))"
 FORWARD = "return self.loss(self.hidden(tokens, masks), targets)"
 SCRIPTS = {  # text in the script, what stands there instead, the fault
     "unchanged": ("", "", ""),
-    "a mask off by one": (MASK, "triu(i * size + 2)", "later tokens"),
+    "a mask off by one": (MASK, "<= places_i[:, None] + 1", "later tokens"),
     "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 - x0.mean(1, keepdim=True)", "later tokens"),
     "the rows of the batch": (INPUT, f"{INPUT}; x0 = x0 + 0.1 * x0.mean(0, keepdim=True)", "other rows"),
     "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
