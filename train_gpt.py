@@ -436,7 +436,7 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
 
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum. Matrices of one shape form a bank; its momentum (N, rows, columns)
-    is in the state of the bank's first matrix, on every rank. Ranks split the orthogonalizing."""
+    is state of the bank's first matrix. State is whole on every rank; orthogonalizing is split."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {"momentum": config.muon_momentum})
         self.config, self.ranks = config, ranks

@@ -35,6 +35,16 @@ if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(REPOSITORY.parent / "shared" / "tiktoken_cache"))
 
 
+@pytest.fixture(autouse=True)
+def attention_is_put_back():
+    """A run leaves one kernel of PyTorch's attention enabled, or none."""
+    flags = train_gpt.torch.backends.cuda
+    before = {name: getattr(flags, f"{name}_sdp_enabled")() for name in train_gpt.SDPA}
+    yield
+    for name, is_on in before.items():
+        getattr(flags, f"enable_{name}_sdp")(is_on)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long; ./run.sh test leaves it out, CI runs it")
     config.addinivalue_line("markers", "gpu: needs CUDA; ./run.sh test -m gpu runs it")

@@ -65,7 +65,8 @@ def test_limits_by_hand():
     assert effects.limits_of([-0.003], most=1).high == float("inf")
     moderated = effects.limits_of([-0.003, -0.001], most=2, earlier=0.002, freedom=9)  # of which 3 are taken
     assert moderated.spread == pytest.approx(((3 * 4e-6 + 2e-6) / 4) ** 0.5)
-    assert effects.pairs_needed(effect, 8, 0.01) < effects.pairs_needed(effect, 8, 0.002) < 30
+    assert effects.pairs_needed(effect, 2, 0.01) < effects.pairs_needed(effect, 2, 0.002) < 30
+    assert effects.pairs_needed(effect, 2, 0.002) == effects.pairs_needed(effect, 8, 0.002)
 
 
 # ---- Logs ----------------------------------------------------------------------------------------------------------------
@@ -128,12 +129,15 @@ def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
     runs = effects.read_runs([tmp_path / "logs", tmp_path / "other"])
     comparisons = effects.compare_all(runs)
     assert len(comparisons) == 6  # three on each machine
-    spread, freedom, machines = effects.spread_before(comparisons, comparisons[0][0][1])
+    spread, freedom, machines = effects.spread_of_others(comparisons, comparisons[0])
     assert 0.0007 < spread < 0.003 and freedom == 5 * 3 // 2  # of a difference of two: 0.0014
     assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}  # all but the one that is asked about
-    assert effects.spread_before(comparisons[:1], comparisons[0][0][0])[1:] == (0, {})  # also not the other way round
-    equal = [[(one, one), (two, two)] for (one, _), (two, _), *_ in comparisons]
-    assert effects.spread_before(equal, runs[0]._replace(content={**runs[0].content, "MLP_SLOPE": 1}))[:2] == (0, 0)
+    back = [(second, first) for first, second in comparisons[0]]
+    other = [(first, second._replace(content={**second.content, "MLP_SLOPE": 1})) for first, second in comparisons[0]]
+    equal = [(first, first) for first, _ in comparisons[0]]
+    for pairs in (back, other):  # the other way round; of another script, but bit for bit the same
+        assert effects.spread_of_others(comparisons[:1], pairs)[1:] == (0, {})
+    assert effects.spread_of_others([equal], comparisons[1])[1:] == (0, {})
 
 
 def test_lengths_are_compared(tmp_path):
@@ -150,8 +154,9 @@ def test_lengths_are_compared(tmp_path):
     lengths = [(arm("base", steps), arm("mine", steps)) for steps in (100, 200)]
     assert ablate.trend(lengths) == "mine: its gain changes by +0.0500 from the first length to the last, with every seed"
     first = lengths[0][0].runs[0]
-    doubled = ablate.at_equal_time(first, runs, -0.05, 2.0)  # half the steps cost what doubling them gains
-    assert doubled == pytest.approx(-0.05 + 0.1)
+    doubled = ablate.at_equal_time(first, runs, -0.05, [2.0, 1.0001])  # half the steps cost what doubling them gains
+    assert doubled == pytest.approx([-0.05, -0.05 + 0.1], abs=1e-4)
+    assert ablate.at_equal_time(first, runs, -0.05, [0.99, 1.01]) is None
 
 
 # ---- Models that must not be scored --------------------------------------------------------------------------------------

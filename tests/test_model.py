@@ -17,6 +17,15 @@ SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
                         if f.type is bool and f.metadata["kind"] == "kept" and not f.default}
 
 
+@pytest.mark.parametrize("switch", [""] + [name for name, value in SWITCHES.items() if value is True])
+def test_logits_do_not_depend_on_where_a_slice_begins(switch):
+    """They may be asked for some positions alone, as sample.py does for the last."""
+    model = trained_like(tiny_config(**({switch: True} if switch else {})))
+    x = model.hidden(torch.randint(0, 260, (2, 7)))
+    for part in (slice(6, 7), slice(1, 5)):
+        torch.testing.assert_close(model.logits(x[:, part]), model.logits(x)[:, part], rtol=1e-5, atol=1e-5)
+
+
 def masks_of(rank: int, world_size: int, step: int, data, **changes) -> torch.Tensor:
     """The dropout masks of a rank in a step (B, layers, 2, D)."""
     changes = dict(data_path=str(data), dropout=0.5, train_batch_tokens=1024, grad_accum_steps=8 // world_size) | changes

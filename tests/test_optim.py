@@ -1,5 +1,6 @@
 """Optimizers, schedules and the clock against independent references."""
 
+import itertools
 import math
 import os
 import shutil
@@ -47,8 +48,9 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_update_what_one_rank_does(monkeypatch, ranks):
-    """Bit for bit. Of two or three matrices of a shape, some ranks have none."""
+@pytest.mark.parametrize("switch", [f.name for f in train_gpt.fields(train_gpt.Config) if f.type is bool and not f.metadata["kind"]])
+def test_ranks_update_what_one_rank_does(monkeypatch, ranks, switch):
+    """Bit for bit, in two steps, also with switches that are new. Of two or three matrices of a shape, some ranks have none."""
     shapes = [(16, 48)] * 3 + [(48, 16)] * 2 + [(16, 16)] * 3
     parts = {}  # of each gather, by rank
 
@@ -56,8 +58,8 @@ def test_ranks_update_what_one_rank_does(monkeypatch, ranks):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         made = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
-        muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], tiny_config(muon_row_norm=True), made)
-        gathers = iter(range(3))
+        muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], tiny_config(**{switch: True}), made)
+        gathers = itertools.count()
 
         def gather(out, part, async_op):
             its = parts.setdefault(next(gathers), {})
@@ -68,9 +70,10 @@ def test_ranks_update_what_one_rank_does(monkeypatch, ranks):
 
         for name in ("all_gather_single", "all_gather_into_tensor"):
             monkeypatch.setattr(train_gpt.dist, name, gather, raising=False)
-        for p in params:
-            p.grad = torch.randn(p.shape)
-        muon.step()
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape)
+            muon.step()
         return params
 
     for rank in range(ranks):

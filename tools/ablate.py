@@ -7,7 +7,7 @@
 A variation is a name and its settings; script=FILE trains another script. The first one is what the others are compared with.
 All train with seed after seed, until each gets a verdict:
 
-    better     it gains; without any gain, this is said in 5 % of cases, if pairs vary at most twice as much as earlier ones
+    better     it gains; without any gain, this is said in 5 % of cases, if pairs vary at most twice as much as others did
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
     undecided  --most-seeds are not enough
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is not theirs, or its
@@ -41,11 +41,12 @@ from pathlib import Path
 import numpy as np
 from common import ROOT, count_cores, gpu_names, pairs_of, require_packages, table
 from effects import (
-    Effect, Run, compare_all, content_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds, read_run,
-    read_runs, spread_before,
+    Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
+    read_run, read_runs, spread_of_others,
 )
 
 LOGS = ROOT / "logs"
+MOST_SEEDS = 64  # for which the bounds can be simulated in seconds
 WAIT_S = 5  # between looks at a run that another command trains
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
 SCORED_AGAIN = 1e-3  # bits per byte; compiled and eager models round differently
@@ -64,7 +65,7 @@ class Arm:
     reason: str = ""
     runs: list = field(default_factory=list)  # one of each seed
     effect: Effect | None = None  # by which it was judged
-    machines: dict = field(default_factory=dict)  # earlier pairs behind that, by kind of machine
+    machines: dict = field(default_factory=dict)  # other pairs behind that, by kind of machine
 
     def has(self, run: Run) -> bool:
         """Whether a run is of this arm. Files without a digest in its log must be older than the run."""
@@ -124,7 +125,7 @@ def last_line(result: subprocess.CompletedProcess) -> str:
     return (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
 
 
-def make_plans(arms: list[Arm], environment: dict) -> None:
+def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
     """Ask each script, in one process for all its arms, what it would train, and whether its model is valid. Raises ValueError
     for a setting that is wrong."""
     by_code: dict[bytes, list[Arm]] = {}
@@ -136,12 +137,17 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
         result = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(lists), capture_output=True, text=True,
                                 check=False)
         if result.returncode:
-            raise ValueError(f"{members[0].name}: the script cannot be used: {last_line(result)}")
+            lines = re.findall(r'train_gpt.py", line (\d+)', result.stderr)
+            where = f" line {lines[-1]}:" if lines else ""
+            raise ValueError(f"{members[0].name}: the script cannot be used:{where} {last_line(result)}")
         for arm, plan in zip(members, json.loads(result.stdout.splitlines()[-1])):
             if "error" in plan:
                 raise ValueError(f"{arm.name}: {plan['error']}")
             arm.plan, arm.content = plan, content_of(plan, arm.script.read_text(encoding="utf-8"))
             arm.verdict, arm.reason = plan["verdict"], plan["reason"]
+            if draws:  # the curves need some points, which do not change a run
+                tenth = max(1, plan["config"]["ITERATIONS"] // 10)
+                arm.settings["VAL_LOSS_EVERY"] = str(min(tenth, plan["config"]["VAL_LOSS_EVERY"] or tenth))
             if abs(plan["val_bytes"] / arms[0].plan["val_bytes"] - 1) > 0.01:  # rows of another length end elsewhere
                 arm.verdict, arm.reason = "invalid", f"it is scored on {plan['val_bytes']:,} bytes of another text"
 
@@ -244,9 +250,9 @@ def check_score(arm: Arm) -> None:
 
 
 def effect_of(pairs: list[tuple[Run, Run]], comparisons: list, most: int) -> tuple[Effect, Counter]:
-    """Return the effect, and the number of the earlier pairs behind its spread, by kind of machine."""
-    spread, freedom, machines = spread_before(comparisons, pairs[0][1])
-    return limits_of([second.bpb - first.bpb for first, second in pairs], most, spread, freedom), machines
+    """Return the effect, and the number of the other pairs behind its spread, by kind of machine."""
+    spread, freedom, machines = spread_of_others(comparisons, pairs)
+    return limits_of(differences_of(pairs), most, spread, freedom), machines
 
 
 def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
@@ -262,6 +268,9 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
                 trials.setdefault(key, (arm, missing))
         runner.say(f"{len(trials)} runs, for {count} seeds of each")
+        alike = [run for run in runner.runs for arm, _ in trials.values() if differing(run.content, arm.content) == ["script"]]
+        if alike:
+            runner.say(f"the logs have {len(alike)} runs of other versions of the script, which do not count")
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
@@ -287,9 +296,10 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
 # ---- The answer ----------------------------------------------------------------------------------------
 
 
-def at_equal_time(first: Run, runs: list[Run], effect: float, ratio: float) -> float | None:
-    """Return the effect if the variation trained as long as the first, not as many steps: calculated from the scores of the
-    first at the nearest other length. None without such a run."""
+def at_equal_time(first: Run, runs: list[Run], effect: float, ratios: list[float]) -> list[float] | None:
+    """Return the lowest and highest effect if the variation trained as long as the first, not as many steps: calculated from
+    its shortest and longest step, as ratios to the first's, and the scores of the first at the nearest other length. None
+    without such a run, or if the steps do not clearly differ."""
     slopes = {}
     for other in runs:
         only_length = other.seed == first.seed and differing(first.content, other.content) == ["ITERATIONS"]
@@ -297,7 +307,9 @@ def at_equal_time(first: Run, runs: list[Run], effect: float, ratio: float) -> f
             factor = math.log(other.content["ITERATIONS"] / first.content["ITERATIONS"])
             slopes[abs(factor)] = (other.bpb - first.bpb) / factor
     nearest = min((distance for distance in slopes if distance > math.log(OTHER_LENGTH)), default=None)
-    return None if nearest is None else effect - slopes[nearest] * math.log(ratio)
+    if nearest is None or min(ratios) <= 1 <= max(ratios):
+        return None
+    return sorted(effect - slopes[nearest] * math.log(ratio) for ratio in (min(ratios), max(ratios)))
 
 
 def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
@@ -309,16 +321,17 @@ def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
         return facts
     effect, machines = arm.effect, arm.machines
     one, two = pairs[0]
-    ratio = statistics.median(second.step_ms for _, second in pairs) / statistics.median(run.step_ms for run, _ in pairs)
-    facts |= {"effect": effect.mean, "pairs": effect.pairs, "spread": effect.spread, "earlier_pairs": machines}
+    ratios = [second.step_ms / run.step_ms for run, second in pairs]
+    facts |= {"effect": effect.mean, "pairs": effect.pairs, "spread": effect.spread, "other_pairs": machines}
     if effect.pairs > 1:
         facts |= {"low": effect.low, "high": effect.high, "pairs_needed": pairs_needed(effect, options.most_seeds, options.diff)}
     facts |= {"effect_before_export": statistics.mean(second.trained_bpb - run.trained_bpb for run, second in pairs),
               "scores": [second.bpb for _, second in pairs], "scores_of_first": [run.bpb for run, _ in pairs],
-              "step_ratio": ratio, "bytes": two.artifact_bytes, "size_cap": two.content.get("SIZE_CAP", 0),
+              "step_ratios": ratios, "bytes": two.artifact_bytes, "bytes_of_first": one.artifact_bytes,
+              "size_cap": two.content.get("SIZE_CAP", 0),
               "logs": [str(second.log) for _, second in pairs]}
     if not options.seconds:
-        facts["at_equal_time"] = at_equal_time(one, runs, effect.mean, ratio)
+        facts["at_equal_time"] = at_equal_time(one, runs, effect.mean, ratios)
     return facts
 
 
@@ -331,14 +344,17 @@ def sentence(facts: dict, has_lengths: bool) -> str:
     interval = f" (90 % interval {facts['low']:+.4f} to {facts['high']:+.4f})" if pairs > 1 else ""
     text = f"{facts['effect']:+.4f} bits per byte{interval}, {pairs} pair{'s' * (pairs > 1)} of seeds"
     if facts["verdict"] == "no gain":
-        text = f"of {facts['diff']:g} or more: {text}"
+        is_worse = facts.get("low", 0) > 0
+        text = f"it is worse: {text}" if is_worse else f"of {facts['diff']:g} or more: {text}"
     if facts["verdict"] == "undecided" and pairs > 1:
-        text += f"; to see {facts['diff']:g} would take about {max(1, facts['pairs_needed'] - pairs)} more"
-    text += f"; a step takes {facts['step_ratio']:.2f} as long"
-    if facts.get("at_equal_time") is not None:
-        text += f"; at equal time {facts['at_equal_time']:+.4f} (calculated)"
+        needed = max(pairs + 1, facts["pairs_needed"])
+        option = f": --most-seeds {needed}" if needed <= MOST_SEEDS else ""
+        text += f"; to see {facts['diff']:g} may take {needed} pairs{option}"
+    text += f"; a step takes {min(facts['step_ratios']):.2f} to {max(facts['step_ratios']):.2f} as long"
+    if facts.get("at_equal_time"):
+        text += "; at equal time {:+.4f} to {:+.4f} (calculated)".format(*facts["at_equal_time"])
     if 0 < facts["size_cap"] < facts["bytes"]:
-        text += f"; {facts['bytes']:,} bytes are more than SIZE_CAP={facts['size_cap']}"
+        text += f"; {facts['bytes']:,} bytes ({facts['bytes_of_first']:,} without it) are more than SIZE_CAP={facts['size_cap']}"
     return f"{name} {facts['verdict']:<9}  {text}"
 
 
@@ -359,29 +375,37 @@ def trend(lengths: list[tuple[Arm, Arm]]) -> str:
             f"p = {p:.2g} (two-sided, {len(changes)} pairs; not corrected for when the runs stopped)")
 
 
+def mean_curve(pairs: list[tuple[Run, Run]]) -> dict[int, float]:
+    """Return the mean difference of the pairs' bits per byte in training, by step."""
+    curves = [{step: two.curve[step] - one.curve[step] for step in one.curve.keys() & two.curve.keys() if step}
+              for one, two in pairs]
+    steps = sorted(set.intersection(*map(set, curves)))
+    return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
+
+
 def draw(rows: list[tuple[dict, Arm, Arm]], options) -> None:
     """Draw the effects with their intervals, and how the pairs' differences went along the training."""
     from matplotlib.figure import Figure
     shown = sorted((row for row in rows if row[0].get("pairs", 0) > 1), key=lambda row: row[0]["effect"], reverse=True)
+    curves = [mean_curve(pairs_of_seeds(first.runs, arm.runs)) for _, first, arm in shown]
+    has_curves = any(len(curve) > 1 for curve in curves)
     picture = Figure(figsize=(9, 2 + 0.4 * len(shown)), dpi=100, layout="constrained")
-    left, right = picture.subplots(1, 2)
-    for place, (facts, first, arm) in enumerate(shown):
+    panels = picture.subplots(1, 1 + has_curves, squeeze=False)[0]
+    for place, ((facts, _, _), curve) in enumerate(zip(shown, curves)):
         length = f", {facts['iterations']} steps" if options.horizons else ""
         reach = [1000 * (facts["high"] - facts["effect"])]
-        left.errorbar([1000 * facts["effect"]], [f"{facts['name']}{length}: {facts['verdict']}"], xerr=reach, fmt="o",
-                      color=f"C{place % 10}", capsize=3)
-        curves = [{step: 1000 * (two.curve[step] - one.curve[step]) for step in one.curve.keys() & two.curve.keys() if step}
-                  for one, two in pairs_of_seeds(first.runs, arm.runs)]
-        steps = sorted(set.intersection(*map(set, curves)))
-        means = [statistics.mean(curve[step] for curve in curves) for step in steps]
-        right.plot(steps, means, marker=".", color=f"C{place % 10}")
-    left.axvline(0, color="0.3", linewidth=1)
-    left.axvline(-1000 * options.diff, color="0.3", linewidth=1, linestyle=":")
-    left.set(title=f"against {rows[0][1].name}; dotted: a gain of {options.diff:g}", xlabel="thousandths of a bit per byte")
-    left.margins(y=0.2)
-    right.axhline(0, color="0.3", linewidth=1)
-    right.set(title="mean difference in training, before export", xlabel="step")
-    for axes in (left, right):
+        panels[0].errorbar([1000 * facts["effect"]], [f"{facts['name']}{length}: {facts['verdict']}"], xerr=reach, fmt="o",
+                           color=f"C{place % 10}", capsize=3)
+        if has_curves:
+            panels[1].plot([*curve], [1000 * value for value in curve.values()], marker=".", color=f"C{place % 10}")
+    panels[0].axvline(0, color="0.3", linewidth=1)
+    panels[0].axvline(-1000 * options.diff, color="0.3", linewidth=1, linestyle=":")
+    panels[0].set(title=f"against {rows[0][1].name}; dotted: a gain of {options.diff:g}", xlabel="thousandths of a bit per byte")
+    panels[0].margins(y=0.2)
+    if has_curves:
+        panels[1].axhline(0, color="0.3", linewidth=1)
+        panels[1].set(title="mean difference in training, before export", xlabel="step")
+    for axes in panels:
         axes.title.set_fontsize(10)
         axes.locator_params(axis="x", nbins=5)
     picture.savefig(options.plot)
@@ -392,13 +416,13 @@ def report(rows: list[tuple[dict, Arm, Arm]], lengths: list[list[Arm]], options)
     if options.json:
         print("\n".join(json.dumps(facts) for facts, _, _ in rows))
         return
-    earlier = Counter()
+    others = Counter()
     for facts, _, _ in rows:
-        earlier |= facts.get("earlier_pairs", Counter())
-    by_machine = ", ".join(f"{count} on {machine}" for machine, count in earlier.items())
-    print(f"against {lengths[0][0].name}; earlier pairs that tell the spread: {by_machine or 'none'}")
+        others |= facts.get("other_pairs", Counter())
+    by_machine = ", ".join(f"{count} on {machine}" for machine, count in others.items())
     for facts, _, _ in rows:
         print(sentence(facts, bool(options.horizons)))
+    print(f"against {lengths[0][0].name}; other pairs in the logs that tell the spread: {by_machine or 'none'}")
     if len(lengths) > 1:
         for number in range(1, len(lengths[0])):
             print(trend([(arms[0], arms[number]) for arms in lengths]))
@@ -424,7 +448,9 @@ def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
             rows.append(row)
     if not rows:
         return [f"no comparison in {' or '.join(map(str, folders))} has {word!r}"]
-    return table("| first log | what differs | bits per byte | 90 % interval | pairs | length | text | machine | date |", rows)
+    about = f"The intervals are those of --most-seeds {most}; the spread of other comparisons here counts, too.\n"
+    header = "| first log | what differs | bits per byte | 90 % interval | pairs | length | text | machine | date |"
+    return [about, *table(header, rows)]
 
 
 def main() -> int:
@@ -434,7 +460,8 @@ def main() -> int:
     parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
                         help="of all; SEED is the first seed")
     parser.add_argument("--diff", type=float, default=0.002, metavar="N", help="the gain that matters (default: %(default)s)")
-    parser.add_argument("--most-seeds", type=int, choices=range(1, 65), default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--most-seeds", type=int, choices=range(1, MOST_SEEDS + 1), default=8, metavar="N",
+                        help="default: %(default)s")
     parser.add_argument("--horizons", default="", metavar="N,N", help="compare at each of these ITERATIONS")
     parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
@@ -454,7 +481,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             lengths = read_arms(options, Path(folder))
-            make_plans([arm for arms in lengths for arm in arms], runner.environment)
+            every_arm = [arm for arms in lengths for arm in arms]
+            make_plans(every_arm, runner.environment, draws=bool(options.plot))
             if lengths[0][0].verdict:
                 raise ValueError(f"{lengths[0][0].name} is {lengths[0][0].verdict}: {lengths[0][0].reason}")
         except (OSError, ValueError) as error:

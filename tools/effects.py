@@ -24,6 +24,7 @@ LENGTH = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS")
 SAME = ("data", "torch", "machine", "ranks", "threads", *LENGTH)  # in the runs of a pair
 ERROR = 0.05  # of each end of an interval, over all looks together
 FILL = 4  # degrees of freedom of the spread that earlier pairs may add up to
+MANY = 16  # looks of a long comparison, by which needed pairs are counted
 DRAWS = 100_000
 MOST_DIFFERENCES = 3  # settings in which two runs of a comparison differ
 
@@ -145,22 +146,29 @@ def is_like(content: dict, other: dict) -> bool:
     return content["data"] == other["data"] and all(2 * min(two) >= max(two) for two in lengths)
 
 
-def spread_before(comparisons, arm: Run) -> tuple[float, int, Counter]:
-    """Return the spread of a pair from comparisons like that of `arm`, which is not among them, its degrees of freedom, and the
-    number of these pairs by kind of machine. The spread is a median, so that one run that diverged does not matter; a median
+def differences_of(pairs: list[tuple[Run, Run]]) -> list[float]:
+    """Return the second runs' bits per byte minus the first ones'."""
+    return [second.bpb - first.bpb for first, second in pairs]
+
+
+def spread_of_others(comparisons, pairs: list[tuple[Run, Run]]) -> tuple[float, int, Counter]:
+    """Return the spread of a pair from comparisons like that of `pairs`, which is not among them, its degrees of freedom, and the
+    number of their pairs by kind of machine. The spread is a median, so that one run that diverged does not matter; a median
     of variances is about half as sure as their mean."""
     from scipy import stats
+    ours, content = set(differences_of(pairs)), pairs[0][1].content
     variances, freedoms, machines = [], [], Counter()
-    for pairs in comparisons:
-        earlier, later = (run.content for run in pairs[0])
-        if len(pairs) > 1 and arm.content not in (earlier, later) and is_like(later, arm.content):
-            freedom = len(pairs) - 1
-            variance = statistics.variance(second.bpb - first.bpb for first, second in pairs)
-            if not variance:  # equal bit for bit: nothing was changed
-                continue
-            variances.append(variance * freedom / stats.chi2.median(freedom))
-            freedoms.append(freedom)
-            machines[later["machine"]] += len(pairs)
+    for others in comparisons:
+        earlier, later = (run.content for run in others[0])
+        differences = differences_of(others)
+        is_same = content in (earlier, later) or ours & set(differences)  # or trained again, equal bit for bit
+        if len(others) < 2 or is_same or not is_like(later, content):
+            continue
+        variance = statistics.variance(differences)
+        if variance:  # else nothing was changed
+            variances.append(variance * (len(others) - 1) / stats.chi2.median(len(others) - 1))
+            freedoms.append(len(others) - 1)
+            machines[later["machine"]] += len(others)
     return math.sqrt(statistics.median(variances or [0])), sum(freedoms) // 2, machines
 
 
@@ -218,7 +226,7 @@ def judge(effect: Effect, least: float) -> str:
 
 def pairs_needed(effect: Effect, most: int, least: float) -> int:
     """Return how many pairs would show an effect of `least` four times in five, if their spread stays what it is."""
-    table = bounds(max(most, 2), 0)
+    table = bounds(max(most, MANY), 0)
     power = statistics.NormalDist().inv_cdf(0.8)
     for pairs in range(2, 1000):
         bound = table.get(pairs, table[max(table)])

@@ -81,7 +81,7 @@ def describe(run: Run, differing: list[str]) -> str:
         value = run.settings.get(name)
         if name not in UNNAMED and value is not None:
             words.append(Path(value).name if name == "DATA_PATH" else f"{name}={value}")
-    return textwrap.shorten(", ".join(words), MAX_LABEL, placeholder=" ...")
+    return textwrap.shorten(", ".join(words) or run.name, MAX_LABEL, placeholder=" ...")
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
