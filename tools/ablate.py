@@ -268,9 +268,11 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
                 trials.setdefault(key, (arm, missing))
         runner.say(f"{len(trials)} runs, for {count} seeds of each")
-        alike = [run for run in runner.runs for arm, _ in trials.values() if differing(run.content, arm.content) == ["script"]]
+        scripts = {arm.content["script"] for arm in arms}
+        alike = [run for run in runner.runs for arm, missing in trials.values() if run.content["script"] not in scripts
+                 and run.seed == missing and differing(run.content, arm.content) == ["script"]]
         if alike:
-            runner.say(f"the logs have {len(alike)} runs of other versions of the script, which do not count")
+            runner.say(f"the logs have {len(alike)} of them, trained by other versions of the scripts, which do not count")
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
