@@ -233,9 +233,11 @@ def laboratory(tmp_path):
     score = '"val_loss": total / self.count, "val_bpb": total'
     for name, old, new in (("leak", FORWARD, FORWARD + " * 0.9"), ("broken", "def train_step(self", "def step(self"),
                            ("late", score, f"{score} / 2"), ("worse", score, f"{score} * 2"),  # no probe sees it before training
+                           ("bytes", "self.bytes = int(", "self.bytes = 2 * int("),
                            ("honest", "4.7750", "4.775")):
         assert SOURCE.count(old) == 1
         (tmp_path / f"{name}.py").write_text(SOURCE.replace(old, new), encoding="utf-8")
+    (tmp_path / "syntax.py").write_text("import os\n\nprint(\n")
 
     def start(*words, most="3"):
         options = ["--base", "base.env", "--settings", f"DATA_PATH={data}", "SEED=5"]
@@ -252,12 +254,13 @@ RATE = "rate MATRIX_LR=1e-9"
 def test_ablations_are_stopped_repeated_and_judged(laboratory, tmp_path):
     start, logs, data = laboratory
     words = ["plain", RATE, "same MATRIX_LR=0.02", "leak script=leak.py", "late script=late.py",
-             "broken script=broken.py", "broken_too script=broken.py"]
+             "broken script=broken.py", "broken_too script=broken.py", "syntax script=syntax.py"]
     process = start(*words)
     while len(effects.read_runs([logs])) < 2 and process.poll() is None:
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130 and "stopped; the same command goes on" in process.stderr.read()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "stopped; the same command goes on" in errors, errors
     kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs([logs])}
     process = start(*words)
     output, errors = process.communicate(timeout=300)
@@ -268,7 +271,7 @@ def test_ablations_are_stopped_repeated_and_judged(laboratory, tmp_path):
     assert "its loss" in lines["leak"] and "invalid" in lines["leak"]
     assert re.search(r"failed .*: status 1, line \d+, AttributeError: .* 'train_step'", lines["broken"])
     assert "failed" in lines["broken_too"]
-    assert "invalid    its log says" in lines["late"]
+    assert "invalid    its log says" in lines["late"] and "failed     the script cannot be used: line 3: SyntaxError" in lines["syntax"]
     assert not [path for path in logs.glob("ablate_*.jsonl") if "leak" in path.name or "same" in path.name]
     again = start("plain", RATE, "--json", "--plot", "effects.png")
     facts = [json.loads(line) for line in again.communicate(timeout=100)[0].splitlines()]
@@ -295,7 +298,13 @@ def test_scores_are_checked_and_two_commands_share_their_runs(laboratory):
     assert len([*logs.glob("*.jsonl")]) == 4  # none was trained twice
     process = start("worse script=worse.py", "plain", most="2")
     output, errors = process.communicate(timeout=300)
-    assert process.returncode == 2 and "plain        invalid    worse: its log says" in output, output + errors
+    assert process.returncode == 2 and "plain        invalid    worse, the first one: its log says" in output, output + errors
+    assert "worse" not in ablate.list_tried("", [logs], 8)[-1]
+    process = start("plain", "worse script=worse.py", "bytes script=bytes.py", most="2")
+    output, errors = process.communicate(timeout=300)
+    assert "0 runs" in output and "worse        invalid    its log says" in output, output + errors  # known from the log
+    assert re.search("bytes        invalid    it counts [0-9,]+ bytes of validation text, which has", output)
+    assert start("bytes script=bytes.py", "plain").wait(100) == 2
 
 
 def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):

@@ -11,11 +11,11 @@ All train with seed after seed, until each gets a verdict:
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in at most 5 % of cases
     undecided  --most-seeds are not enough
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is not theirs, or its
-               artifact scores otherwise
+               artifact scores otherwise. Not noticed: training on the validation text, several updates in a step
     failed     a run failed
 
-All train for ITERATIONS, or for --seconds, which needs a quiet machine. Runs in logs/ with the same script (except comments),
-settings, data, seed, PyTorch and kind of machine are not repeated, so a command that was stopped can be given again.
+All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with the same script (except
+comments), settings, data, seed, PyTorch and kind of machine are not repeated, so a command that was stopped can be given again.
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the command, 3 if a run failed
 (even if others are invalid), 130 if stopped.
 """
@@ -42,7 +42,7 @@ import numpy as np
 from common import ROOT, count_cores, gpu_names, pairs_of, require_packages, table
 from effects import (
     Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
-    read_run, read_runs, spread_of_others,
+    note_check, read_run, read_runs, spread_of_others,
 )
 
 LOGS = ROOT / "logs"
@@ -80,6 +80,8 @@ class Arm:
         for run in runs:
             if run.seed not in {known.seed for known in self.runs} and self.has(run):
                 self.runs.append(run)
+                if run.checked:
+                    self.verdict, self.reason = "invalid", run.checked
 
 
 # ---- The command ---------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def last_line(result: subprocess.CompletedProcess) -> str:
 
 def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
     """Ask each script, in one process for all its arms, what it would train, and whether its model is valid. Raises ValueError
-    for a setting that is wrong."""
+    for a setting that is wrong, and if the first arm cannot be used."""
     by_code: dict[bytes, list[Arm]] = {}
     for arm in arms:
         by_code.setdefault(arm.script.read_bytes(), []).append(arm)
@@ -139,7 +141,9 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
         if result.returncode:
             lines = re.findall(r'train_gpt.py", line (\d+)', result.stderr)
             where = f" line {lines[-1]}:" if lines else ""
-            raise ValueError(f"{members[0].name}: the script cannot be used:{where} {last_line(result)}")
+            for arm in members:
+                arm.verdict, arm.reason = "failed", f"the script cannot be used:{where} {last_line(result)}"
+            continue
         for arm, plan in zip(members, json.loads(result.stdout.splitlines()[-1])):
             if "error" in plan:
                 raise ValueError(f"{arm.name}: {plan['error']}")
@@ -148,8 +152,19 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
             if draws:  # the curves need some points, which do not change a run
                 tenth = max(1, plan["config"]["ITERATIONS"] // 10)
                 arm.settings["VAL_LOSS_EVERY"] = str(min(tenth, plan["config"]["VAL_LOSS_EVERY"] or tenth))
-            if abs(plan["val_bytes"] / arms[0].plan["val_bytes"] - 1) > 0.01:  # rows of another length end elsewhere
-                arm.verdict, arm.reason = "invalid", f"it is scored on {plan['val_bytes']:,} bytes of another text"
+            found, right = plan["val_bytes"], validation_of(plan).bytes
+            if found != right:
+                arm.verdict, arm.reason = "invalid", f"it counts {found:,} bytes of validation text, which has {right:,}"
+    if arms[0].verdict:
+        raise ValueError(f"{arms[0].name} is {arms[0].verdict}: {arms[0].reason}")
+
+
+def validation_of(plan: dict):
+    """Return the Validation that this checkout's script would score a plan on."""
+    import train_gpt
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN", "VAL_TOKENS")
+    config, _ = train_gpt.load_config([f"{name}={plan['config'][name]}" for name in names], {})
+    return train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
 
 
 # ---- Runs ----------------------------------------------------------------------------------------------
@@ -221,32 +236,45 @@ class Runner:
             process.terminate()
 
 
+def model_of(run: Run) -> Path:
+    """Return the path of the artifact that a run in logs/ has left."""
+    import train_gpt
+    return run.log.with_suffix("") / train_gpt.MODEL_FILE
+
+
 def check_score(arm: Arm) -> None:
     """Score the artifact of one of the arm's runs again, by the logits of its script, on this checkout's validation text. If
     the score in the log is another one, the arm is invalid: a probe before training does not see everything."""
-    import train_gpt
-    from probe import APART
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN", "VAL_TOKENS")
-    config, _ = train_gpt.load_config([f"{name}={arm.plan['config'][name]}" for name in names], {})
-    validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
-    run = next((run for run in arm.runs if run.log.with_suffix("").joinpath(train_gpt.MODEL_FILE).exists()), None)
-    if not run:  # of another machine
+    own = [run for run in arm.runs if run.log.parent == LOGS]  # not of another machine
+    run = next((run for run in own if model_of(run).exists()), None)
+    if not run:
         return
+    reason = find_wrong_score(arm, run)
+    for checked in own if reason else [run]:
+        note_check(checked.log, reason)
+    if reason:
+        arm.verdict, arm.reason = "invalid", reason
+
+
+def find_wrong_score(arm: Arm, run: Run) -> str:
+    """Return why the score in a run's log is not that of its artifact, or ""."""
+    from probe import APART
+    validation = validation_of(arm.plan)
     words = [f"{name}={value}" for name, value in arm.settings.items() if name != "ATTN"]
-    words += [f"INIT_FROM={run.log.with_suffix('') / train_gpt.MODEL_FILE}", f"DTYPE={arm.plan['config']['DTYPE']}"]
+    words += [f"INIT_FROM={model_of(run)}", f"DTYPE={arm.plan['config']['DTYPE']}"]
     command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(arm.script), "score", *words]
     with tempfile.TemporaryDirectory() as place:
         np.save(Path(place, "tokens.npy"), validation.tokens)
         result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     if result.returncode:
-        arm.verdict, arm.reason = "invalid", f"its artifact cannot be scored again: {last_line(result)}"
-        return
+        return f"its artifact cannot be scored again: {last_line(result)}"
     found = json.loads(result.stdout.splitlines()[-1])
     if not found["apart"] <= APART:
-        arm.verdict, arm.reason = "invalid", "its trained logits depend on later tokens or other rows"
+        return "its trained logits depend on later tokens or other rows"
     bpb = found["nats"] / math.log(2) / validation.bytes
     if not abs(bpb - run.bpb) <= SCORED_AGAIN:
-        arm.verdict, arm.reason = "invalid", f"its log says {run.bpb:.4f}, but by its logits, the artifact scores {bpb:.4f}"
+        return f"its log says {run.bpb:.4f}, but by its logits, the artifact scores {bpb:.4f}"
+    return ""
 
 
 def effect_of(pairs: list[tuple[Run, Run]], comparisons: list, most: int) -> tuple[Effect, Counter]:
@@ -268,7 +296,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 key = (missing, json.dumps(arm.content, sort_keys=True))  # equal arms train once
                 trials.setdefault(key, (arm, missing))
         runner.say(f"{len(trials)} runs, for {count} seeds of each")
-        scripts = {arm.content["script"] for arm in arms}
+        scripts = {arm.content.get("script") for arm in arms}
         alike = [run for run in runner.runs for arm, missing in trials.values() if run.content["script"] not in scripts
                  and run.seed == missing and differing(run.content, arm.content) == ["script"]]
         if alike:
@@ -276,6 +304,10 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)
+            is_checked = arm.content["script"] == ours or any(run.checked is not None for run in arm.runs)
+            if not (arm.verdict or is_checked):
+                check_score(arm)
+        runner.runs = read_runs(options.logs)  # with what the checks found
         comparisons = compare_all(runner.runs)
         for arm in undecided:
             pairs = pairs_of_seeds(first.runs, arm.runs)
@@ -285,13 +317,9 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 arm.effect, arm.machines = effect_of(pairs, comparisons, options.most_seeds)
                 verdict = judge(arm.effect, options.diff)
                 arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
-            edited = [scored for scored in (first, arm) if scored.content["script"] != ours]
-            if arm.verdict == "better":
-                for scored in edited:
-                    check_score(scored)
         if first.verdict:
-            for arm in rest if first.verdict == "invalid" else undecided:
-                arm.verdict, arm.reason = first.verdict, f"{first.name}: {first.reason}"
+            for arm in undecided:
+                arm.verdict, arm.reason = first.verdict, f"{first.name}, the first one: {first.reason}"
         count = min(options.most_seeds, count + max(1, options.jobs // (1 + len(undecided))))
 
 
@@ -316,7 +344,7 @@ def at_equal_time(first: Run, runs: list[Run], effect: float, ratios: list[float
 
 def facts_of(first: Arm, arm: Arm, runs: list[Run], options) -> dict:
     """Return what is known of an arm, for --json."""
-    facts = {"name": arm.name, "iterations": arm.plan["config"]["ITERATIONS"], "seconds": options.seconds,
+    facts = {"name": arm.name, "iterations": first.plan["config"]["ITERATIONS"], "seconds": options.seconds,
              "verdict": arm.verdict, "reason": arm.reason, "diff": options.diff}
     pairs = pairs_of_seeds(first.runs, arm.runs)
     if not pairs or arm.verdict in ("invalid", "failed"):
@@ -474,9 +502,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
     options = parser.parse_args()
     require_packages()
-    folders = [LOGS, *(folder.resolve() for folder in options.folders)]
+    options.logs = [LOGS, *(folder.resolve() for folder in options.folders)]
     if options.variations[0] == "tried":
-        print("\n".join(list_tried(" ".join(options.variations[1:]), folders, options.most_seeds)))
+        print("\n".join(list_tried(" ".join(options.variations[1:]), options.logs, options.most_seeds)))
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner = Runner(options.jobs, lambda text: print(text, file=sys.stderr if options.json else sys.stdout, flush=True))
@@ -485,13 +513,11 @@ def main() -> int:
             lengths = read_arms(options, Path(folder))
             every_arm = [arm for arms in lengths for arm in arms]
             make_plans(every_arm, runner.environment, draws=bool(options.plot))
-            if lengths[0][0].verdict:
-                raise ValueError(f"{lengths[0][0].name} is {lengths[0][0].verdict}: {lengths[0][0].reason}")
         except (OSError, ValueError) as error:
             print(f"ablate.py: {error}", file=sys.stderr)
             return 2
         os.chdir(ROOT)  # to which the paths in the settings are relative
-        runner.runs = read_runs(folders)
+        runner.runs = read_runs(options.logs)
         try:
             for arms in lengths:
                 train_until_clear(arms, runner, options)

@@ -8,6 +8,7 @@ import ast
 import itertools
 import json
 import math
+import os
 import statistics
 from collections import Counter
 from functools import cache
@@ -41,6 +42,7 @@ class Run(NamedTuple):
     step_ms: float
     began: float  # in seconds, as the time of a file
     curve: dict  # bits per byte by step
+    checked: str | None = None  # why its score is wrong, "" if it is right, None if ablate.py has not checked it
 
 
 class Effect(NamedTuple):
@@ -91,9 +93,17 @@ def read_run(log: Path) -> Run | None:
         return Run(log, content_of(start, source), start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
                    statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
-                   log.stat().st_mtime - latest["final"]["elapsed_s"], curve)
+                   log.stat().st_mtime - latest["final"]["elapsed_s"], curve, latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError):  # no log of this trainer
         return None
+
+
+def note_check(log: Path, reason: str) -> None:
+    """Add to a log what a check of its score found. The file's time, which tells when the run began, stays."""
+    before = log.stat()
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": "checked", "reason": reason}) + "\n")
+    os.utime(log, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def read_runs(folders) -> list[Run]:
@@ -122,8 +132,9 @@ def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]
 
 
 def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
-    """Return the pairs of each comparison that the runs hold: of each group with the earlier one that is most like it."""
-    groups, comparisons = group_runs(runs), []
+    """Return the pairs of each comparison that the runs hold: of each group with the earlier one that is most like it. Wrong
+    scores are left out."""
+    groups, comparisons = group_runs([run for run in runs if not run.checked]), []
     for number, later in enumerate(groups):
         candidates = []
         for earlier in groups[:number]:

@@ -116,7 +116,8 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
             verdict = "invalid" if reason else ""
         except Exception as error:  # a script that is being written fails in many ways
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == train_gpt.__file__]
-            verdict, reason = "failed", f"its model cannot be run: {f'line {lines[-1]}: ' if lines else ''}{error!r}"
+            where = "".join(f"line {number}: " for number in lines[-2:])
+            verdict, reason = "failed", f"its model cannot be run: {where}{error!r}"
     except (ValueError, OSError) as error:
         return {"error": str(error)}
     return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": validation.count,
