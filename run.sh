@@ -144,9 +144,10 @@ if [[ $preset = records/presets/quick.env && $tokens -lt $MANY_TOKENS ]]; then
   steps=$((10 * tokens / ${batch:-${TRAIN_BATCH_TOKENS:-4096}} + 1))
   dropout=0.1
   [ "$tokens" -ge $FEW_TOKENS ] || dropout=0.3
-  echo "The training text has $tokens tokens, few for this model: unless you set others, DROPOUT=$dropout, and ITERATIONS=$steps," \
-    "which reads them 10 times"
+  count=${#arguments[@]}
   default "DROPOUT=$dropout" "ITERATIONS=$steps" "VAL_LOSS_EVERY=$((steps / 10 + 1))"
+  added=${arguments[*]+"${arguments[*]:$count}"}
+  echo "The training text has $tokens tokens, few for this model. $steps steps read it 10 times. Added: ${added:-nothing}"
 fi
 if [ -n "$preset" ]; then
   arguments+=("@$preset")
@@ -165,7 +166,8 @@ if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not re
   command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
-echo "tools/README.md explains the lines below. val_bpb, bits per byte of unseen text, should fall; a time limit ends most runs early."
+echo "Below come facts on machine and settings, then steps, which tools/README.md explains. val_bpb, bits per byte of unseen text,"
+echo "should fall; a time limit ends most runs early."
 printf '%q ' "${command[@]}"
 echo
 "${command[@]}"

@@ -807,7 +807,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
                 f"{name}={own} ({source}), but the model in INIT_FROM={path} has {name}={text}")
     for name in given.keys() - FIELDS.keys():  # other programs have variables, too
         text, origin = given.pop(name)
-        cutoff = 0.85 if origin == "environment" else 0.6  # an argument may be a part of a name
+        cutoff = 0.85 if origin == "environment" else 0.5  # an argument may be a part of a name
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, cutoff)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,

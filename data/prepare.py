@@ -18,6 +18,7 @@ import io
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,20 +194,23 @@ def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[s
     """Encode all documents into shards; return the manifest's splits. Raises ValueError if a tokenizer other than
     SentencePiece, which may normalise, changes the text."""
     writers = {name: ShardWriter(folder, name) for name in ("train", "val")}
-    decoded_bytes = changed_documents = 0
+    decoded_bytes = changed_documents = gzip_bytes = 0
+    gzip = zlib.compressobj(9)
     for batch in batches(documents):
         encoded = tokenizer.encode([text for _, text, _ in batch], os.cpu_count() or 1)
         for (name, text, _), ids in zip(batch, encoded):
             raw = text.encode("utf-8")
             writers[name].write(np.concatenate(([tokenizer.bos], ids)), len(raw))
             if name == "val":
+                gzip_bytes += len(gzip.compress(raw))
                 decoded_bytes += tokenizer.count_bytes(ids)
                 if tokenizer.decode(ids) != raw:
                     if tokenizer.kind != "sentencepiece":
                         raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
                     changed_documents += 1
     splits = {name: writer.close() for name, writer in writers.items()}
-    splits["val"].update(decoded_bytes=decoded_bytes, changed_documents=changed_documents)
+    gzip_bytes += len(gzip.flush())
+    splits["val"].update(decoded_bytes=decoded_bytes, changed_documents=changed_documents, gzip_bytes=gzip_bytes)
     return splits
 
 
@@ -229,8 +233,11 @@ def prepare(folder: Path, options) -> str:
     splits = write_splits(folder, tokenizer, assign(reader, options, "encoding"))
     splits["train"]["dropped_documents"] = reader.dropped
     notes = reader.report()
+    yardstick = 8 * splits["val"].pop("gzip_bytes") / splits["val"]["bytes"]
+    notes.append(f"yardstick: gzip needs {yardstick:.2f} bits per byte of the validation text; a trained model needs less")
     if splits["val"]["bytes"] < FEW_BYTES:
-        notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes")
+        notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes; set a larger "
+                     "--val-fraction, or use more text")
     size = splits["train"]["bytes"] + splits["val"]["bytes"]
     is_chosen_here = not name.endswith(".model") and name != "char" and splits["train"]["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:

@@ -407,7 +407,8 @@ class Reader:
         count = len(self.seen) - self.skipped["named test"]
         lines = [f"read {count:,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
         if self.bad:
-            lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {'; '.join(self.first_bad)}")
+            first = [problem.partition(": name its")[0] for problem in self.first_bad]
+            lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {'; '.join(first)}")
         if self.empty:
             lines.append(f"left out {self.empty:,} documents without text")
         if self.uncut:

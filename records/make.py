@@ -39,6 +39,7 @@ from rules import (  # noqa: E402
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
 RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
+STOPPED = "make.py: stopped; the same command keeps finished seeds and trains this one anew: a resumed run is no record"
 KINDS = {"CPU, bfloat16": " (by default with AVX512-BF16 or AMX)", "CPU, float32": " (by default without AVX512-BF16 and AMX)"}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
@@ -244,11 +245,13 @@ def main() -> None:
     parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py, and @FILE with such lines")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # settings before and after options
     if not (options.again or (options.track and options.name)):
         parser.error("--track and --name are needed, or --again FOLDER")
+    if options.track == "track_open" and not (options.division or options.base):
+        parser.error("--division is needed: a name for the data, such as sotu")
     require_packages()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("make.py: stopped; run the same command again to continue"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     try:
         if options.base and not options.division:
             options.division = load_json(records / options.base / "submission.json")["division"]
@@ -267,7 +270,7 @@ def main() -> None:
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("make.py: stopped; run the same command again to continue")
+        sys.exit(STOPPED)
     accepted = report(folder)
     if accepted:
         write_leaderboard(records)

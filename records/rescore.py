@@ -46,7 +46,7 @@ def read_data(config, track: dict, division: str, findings: Findings):
     with chdir(ROOT):
         if of_division and not any(Path(config.data_path).glob("*_val_*.bin")):
             command, settings = data_command(track, division, best_tokenizer(of_division, config))
-            raise ValueError(f"DATA_PATH={config.data_path} has no *_val_*.bin. Get the data with\n    {command}\n"
+            raise ValueError(f"there is no DATA_PATH={config.data_path} with *_val_*.bin. Get the data with\n    {command}\n"
                              f"and set {settings}")
         validation = train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         tokenizer = Path(config.tokenizer_path)

@@ -195,7 +195,9 @@ def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findi
     needed |= {f"train_seed{seed['seed']}.{ending}" for seed in seeds for ending in ("log", "jsonl")}
     needed |= {name for name, seed in artifacts.items() if seed["artifact_bytes"] < largest}
     there = {path.name for path in folder.iterdir()} - {".DS_Store"}
-    findings += [f"{name} is missing" for name in sorted(needed - there)]
+    for name in sorted(needed - there):
+        source = ": copy final_model.int8.ptz of that seed's run to it" if name in artifacts else ""
+        findings.append(f"{name} is missing{source}")
     findings += [f"{name} does not belong in a record" for name in sorted(there - needed - artifacts.keys())]
     for name in sorted(there & artifacts.keys()):
         data = (folder / name).read_bytes()

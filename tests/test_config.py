@@ -62,7 +62,7 @@ def test_values(monkeypatch, argument, value):
     ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"), ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("RUN_ID=a/b", "RUN_ID='a/b' must not be a path, contain spaces or begin with . or -"), ("RUN_ID=my run", "contain spaces"), ("RUN_ID=..", "RUN_ID='..' must not be a path"),
     ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
-    ("MAX_WALLCLOCK=40", r"did you mean MAX_WALLCLOCK_SECONDS\?"), ("ITERS=9", r"did you mean ITERATIONS\?"),
+    ("MAX_WALLCLOCK=40", r"did you mean MAX_WALLCLOCK_SECONDS\?"), ("ITERS=9", "did you mean ITERATIONS"), ("MAX_WALL=9", "did you mean .*MAX_WALLCLOCK_SECONDS"),
     ("LAYERS=2", "did you mean NUM_LAYERS "), ("HEADS=2", "did you mean NUM_HEADS "),
     ("BATCH_TOKENS=9", "did you mean TRAIN_BATCH_TOKENS or MICRO_BATCH_TOKENS"), ("SEQ_LEN=9", "TRAIN_SEQ_LEN"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),

@@ -103,10 +103,12 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     assert list(plot.curve(run, "step", "train_loss")) == [1, 2]
 
 
-def test_a_picture_has_the_name_of_the_first_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
+def test_a_picture_has_the_name_of_the_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     runs = [write_log(tmp_path / f"{number}.jsonl", lr=number) for number in range(3)]
-    for name, start, more in (("0.png", b"\x89PNG", []), ("a.pdf", b"%PDF", ["--out", tmp_path / "a.pdf"]),
+    run_script(monkeypatch, plot, runs[0])
+    assert capsys.readouterr().out == f"{tmp_path / '0.png'}\n"
+    for name, start, more in (("compared.png", b"\x89PNG", []), ("a.pdf", b"%PDF", ["--out", tmp_path / "a.pdf"]),
                               ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
         run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
@@ -176,7 +178,10 @@ def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monk
         scores={0: 9, 2: 1, 4: 3})
     quick = {"data": "x/sotu_sp1024", "overrides": {"MLP_MULT": ["3", "@records/presets/quick.env"]}}
     assert "/run.sh --preset cpu_1mb_avx2 " in summary(**quick) and "--preset cpu_1mb " in summary(**quick, dtype="bfloat16")
-    assert "/run.sh DATA_PATH=x/sotu_sp1024 ITERATIONS=2 " in summary(**quick, epoch=9, scores={0: 9, 2: 1, 4: 3})
+    own = {"DATA_PATH": ["my texts", "argument"], "INIT_FROM": ["mine", "environment"], "ITERATIONS": ["4", "argument"],
+           "RUN_ID": ["a", "argument"]}
+    shorter = summary(overrides=quick["overrides"] | own, epoch=9, scores={0: 9, 2: 1, 4: 3})
+    assert "./run.sh 'DATA_PATH=my texts' INIT_FROM=mine ITERATIONS=2 " in shorter
     for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)

@@ -234,7 +234,7 @@ def test_a_wrong_score_is_found(records, name):
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"),
-    (["DATA_PATH=none"], r"DATA_PATH=none has no \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
+    (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
     (["--track", "none"], r"invalid choice: 'none' \(choose from .*track_tiny"),
     (["--base", "none"], r"invalid choice: 'none' \(choose from .*_Control")])
@@ -251,11 +251,13 @@ def test_an_artifact_that_is_too_large_ends_the_runs(root, monkeypatch):
         make.run_seeds(argparse.Namespace(name="Control", ranks=1), root, {}, [1, 2])
 
 
-def test_a_run_without_a_division_and_notes_that_are_kept(root, monkeypatch):
+def test_the_open_track_needs_a_name_of_the_data_and_notes_are_kept(root, monkeypatch, capsys):
     (root / "records" / "track_open").mkdir()
     (root / "records" / "track_open" / "track.json").write_text('{"title": "Open"}')
     run_here(monkeypatch, root, *tiny_arguments("tiny", RUN_ID="alone", OUT_DIR="logs/alone"))
-    assert run_make(monkeypatch, "--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone") == 0
+    words = ["--track", "track_open/", "--name", "Alone", "--author", "me", "--runs", "alone"]
+    assert run_make(monkeypatch, *words) == 2 and "--division is needed" in capsys.readouterr().err
+    assert run_make(monkeypatch, *words, "--division", "own") == 0
     folder = next(root.glob("records/track_open/*_Alone"))
     text = (folder / "README.md").read_text()
     assert "original text" not in text and "This is the first of its division on this kind of machine." in text
@@ -309,7 +311,7 @@ def test_every_preset_passes_the_checks_of_its_track(preset, track, division):
     assert not problems
     assert str(config.train_seq_len) in limits["divisions"][division]["scored"][tokenizer]
     shards = {"track_10min_16mb": "--train-shards 42", "track_10min_16mb_1gpu": "--train-shards 10"}.get(track, "--out data/")
-    with pytest.raises(ValueError, match=f"DATA_PATH=none_{tokenizer} has no .*\n    .* data/.* {tokenizer} {shards}.*\nand set ") as found:
+    with pytest.raises(ValueError, match=f"no DATA_PATH=none_{tokenizer} with .*\n    .* data/.* {tokenizer} {shards}.*\nand set ") as found:
         rescore.read_data(config, limits, division, problems)
     request = argparse.Namespace(base="", division=division, settings=given[:1])
     folder = REPOSITORY / "records" / track / "2026-01-31_Any"

@@ -297,10 +297,11 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
                 trials.setdefault(key, (arm, missing))
         runner.say(f"{len(trials)} runs, for {count} seeds of each")
         scripts = {arm.content.get("script") for arm in arms}
-        alike = [run for run in runner.runs for arm, missing in trials.values() if run.content["script"] not in scripts
-                 and run.seed == missing and differing(run.content, arm.content) == ["script"]]
+        others = [run for run in runner.runs if run.content["script"] not in scripts]
+        alike = [trial for trial in trials.values()
+                 if any(run.seed == trial[1] and differing(run.content, trial[0].content) == ["script"] for run in others)]
         if alike:
-            runner.say(f"the logs have {len(alike)} of them, trained by other versions of the scripts, which do not count")
+            runner.say(f"the logs have {len(alike)} of them by other versions of the script, which do not count")
         list(runner.pool.map(runner.train, [trials[key] for key in sorted(trials, key=lambda key: key[0])]))
         for arm in (first, *undecided):
             arm.add(runner.runs)

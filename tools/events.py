@@ -127,7 +127,10 @@ def next_steps(run: str, start: dict, steps: int) -> list[str]:
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     data = start["config"]["DATA_PATH"]
     if steps and "quick" in presets:
-        more = f"./run.sh DATA_PATH={shlex.quote(data)} ITERATIONS={steps}    # the same in fewer steps"
+        own = {name: text for name, (text, origin) in start["overrides"].items() if origin in ("argument", "environment")}
+        words = [f"{name}={text}" for name, text in own.items() if name not in {*MAY_DIFFER_BETWEEN_SEEDS, "VAL_LOSS_EVERY"}]
+        words = [word for word in words if not word.startswith("ITERATIONS=")] + [f"ITERATIONS={steps}"]
+        more = f"./run.sh {shlex.join(words)}    # only as long as it improved"
     elif not Path(data).name.startswith(("sotu", "fineweb")):  # it is the user's own text
         more = f"{python} train_gpt.py --help    # every setting"
     elif "quick" in presets:

@@ -70,13 +70,18 @@ def given_settings(run: Run) -> list[str]:
     return [name for name, (_, origin) in overrides.items() if origin in ("argument", "environment")]
 
 
+def presets_of(run: Run) -> tuple[str, ...]:
+    """Return the names of the files that settings came from."""
+    origins = {origin for _, origin in run.events[0].get("overrides", {}).values()}
+    return tuple(sorted(Path(origin[1:]).stem for origin in origins if origin.startswith("@")))
+
+
 def describe(run: Run, differing: list[str]) -> str:
     """Return the run's record; or its preset and its values of the differing settings, or if there are none, its data set and
     the settings that were given."""
     if run.record:
         return run.record
-    origins = {origin for _, origin in run.events[0].get("overrides", {}).values()}
-    words = sorted(f"preset {Path(origin[1:]).stem}" for origin in origins if origin.startswith("@"))
+    words = [f"preset {name}" for name in presets_of(run)]
     for name in differing or dict.fromkeys(["DATA_PATH", *given_settings(run)]):
         value = run.settings.get(name)
         if name not in UNNAMED and value is not None:
@@ -99,6 +104,8 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     differing = [name for name in names if len({str(run.settings.get(name)) for run in firsts}) > 1]
     by_hand = {name for run in firsts for name in given_settings(run)}
     differing.sort(key=lambda name: name not in by_hand)  # a long label is cut at its end
+    if len(set(map(presets_of, firsts))) > 1:  # whose names stand for their settings
+        differing = [name for name in differing if name in by_hand]
     labels = [describe(run, differing) for run in firsts]
     groups = {}
     for label, members in zip(labels, by_key.values()):
@@ -231,12 +238,12 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="RUN_ID in logs/, or a log (default: the newest in logs/)")
-    parser.add_argument("--out", type=Path, help="file for the picture (default: that of the first log, as .png)")
+    parser.add_argument("--out", type=Path, help="file for the picture (default: logs/RUN_ID.png, or compared.png)")
     options = parser.parse_args()
     try:
         paths = [find_log(name) for name in options.runs or [""]]
         groups = groups_of([read_run(str(path)) for path in paths])
-        out = options.out or paths[0].with_suffix(".png")
+        out = options.out or (paths[0].with_suffix(".png") if len(paths) == 1 else paths[0].with_name("compared.png"))
         draw(groups, out)
         print(out)
     except ImportError as error:

@@ -148,6 +148,8 @@ def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, option
 
 def ask() -> Iterator[str]:
     """Yield the lines that are typed."""
+    if sys.stdin.isatty():
+        print("Type how a text begins; the model goes on. Ctrl-D ends.")
     with suppress(ImportError):
         import readline  # noqa: F401  (input() has a history then)
     with suppress(EOFError):
