@@ -36,6 +36,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -161,9 +162,15 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
 
 def validation_of(plan: dict):
     """Return the Validation that this checkout's script would score a plan on."""
-    import train_gpt
     names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN", "VAL_TOKENS")
-    config, _ = train_gpt.load_config([f"{name}={plan['config'][name]}" for name in names], {})
+    return load_validation(*(f"{name}={plan['config'][name]}" for name in names))
+
+
+@cache
+def load_validation(*settings: str):
+    """Return this checkout's Validation with these settings."""
+    import train_gpt
+    config, _ = train_gpt.load_config(list(settings), {})
     return train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
 
 
@@ -250,6 +257,7 @@ def check_score(arm: Arm) -> None:
     if not run:
         return
     reason = find_wrong_score(arm, run)
+    arm.runs = [known._replace(checked=reason) for known in arm.runs]
     for checked in own if reason else [run]:
         note_check(checked.log, reason)
     if reason:
@@ -512,12 +520,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             lengths = read_arms(options, Path(folder))
+            os.chdir(ROOT)  # to which the paths in the settings are relative
             every_arm = [arm for arms in lengths for arm in arms]
             make_plans(every_arm, runner.environment, draws=bool(options.plot))
         except (OSError, ValueError) as error:
             print(f"ablate.py: {error}", file=sys.stderr)
             return 2
-        os.chdir(ROOT)  # to which the paths in the settings are relative
         runner.runs = read_runs(options.logs)
         try:
             for arms in lengths:
