@@ -256,7 +256,11 @@ def check_score(arm: Arm) -> None:
     run = next((run for run in own if model_of(run).exists()), None)
     if not run:
         return
-    reason = find_wrong_score(arm, run)
+    try:
+        reason = find_wrong_score(arm, run)
+    except ValueError as error:  # perhaps for lack of memory: not for the log
+        arm.verdict, arm.reason = "invalid", str(error)
+        return
     arm.runs = [known._replace(checked=reason) for known in arm.runs]
     for checked in own if reason else [run]:
         note_check(checked.log, reason)
@@ -265,7 +269,7 @@ def check_score(arm: Arm) -> None:
 
 
 def find_wrong_score(arm: Arm, run: Run) -> str:
-    """Return why the score in a run's log is not that of its artifact, or ""."""
+    """Return why the score in a run's log is not that of its artifact, or "". Raises ValueError if it cannot be scored."""
     from probe import APART
     validation = validation_of(arm.plan)
     words = [f"{name}={value}" for name, value in arm.settings.items() if name != "ATTN"]
@@ -275,7 +279,7 @@ def find_wrong_score(arm: Arm, run: Run) -> str:
         np.save(Path(place, "tokens.npy"), validation.tokens)
         result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     if result.returncode:
-        return f"its artifact cannot be scored again: {last_line(result)}"
+        raise ValueError(f"its artifact cannot be scored again: {last_line(result)}")
     found = json.loads(result.stdout.splitlines()[-1])
     if not found["apart"] <= APART:
         return "its trained logits depend on later tokens or other rows"
