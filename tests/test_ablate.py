@@ -211,7 +211,8 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         runner = ablate.Runner(2, print)
         files = [tmp_path / str(number) for number in range(4)]
-        assert list(runner.pool.map(runner.start, [[sys.executable, "-c", write, str(file)] for file in files])) == [""] * 4
+        commands = [[sys.executable, "-c", write, str(file)] for file in files]
+        assert list(runner.pool.map(runner.start, commands, [sys.stderr] * 4)) == [""] * 4
         assert sorted(file.read_text() for file in files) == wanted
         assert sorted([files[0].read_text(), files[1].read_text()]) == [wanted[0], wanted[-1]]  # at the same time
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -219,6 +220,41 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert "OMP_NUM_THREADS" not in ablate.Runner(1, print).environment
     assert int(ablate.Runner(64, print).environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_no_run_is_trained_twice(tmp_path, monkeypatch):
+    """Two commands start together; a third one finds the run that a fourth one, now killed, has left."""
+    monkeypatch.setattr(ablate, "LOGS", tmp_path)
+    write_log(tmp_path, "other", 1, 1.5)
+    content = effects.read_run(tmp_path / "other.jsonl").content
+    plan = {"config": {"INIT_FROM": "", "DATA_PATH": "data/sotu"}, "data_sha256": {"a.bin": "a"}}
+    arm, starts = ablate.Arm("mine", tmp_path, {}, plan=plan, content=content), []
+
+    def start(command, lock):
+        starts.append(command)
+        time.sleep(0.5)
+        write_log(tmp_path, "ablate_mine_1", 1, 1.4)
+        return ""
+
+    runners = [ablate.Runner(1, print) for _ in range(3)]
+    for runner in runners:
+        monkeypatch.setattr(runner, "start", start)
+    for future in [runner.pool.submit(runner.train, (arm, 1)) for runner in runners[:2]]:
+        future.result()
+    assert len(starts) == 1 and [len(runner.runs) for runner in runners] == [1, 1, 0] and not arm.verdict
+    (tmp_path / "ablate_mine_1.jsonl").unlink()
+    code = "import time; print(flush=True); time.sleep(60)"
+    with (tmp_path / "ablate_mine_1" / "lock").open("w") as lock:
+        assert ablate.can_lock(lock)
+        left = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[lock.fileno()])
+    left.stdout.read(1)
+    waits = runners[2].pool.submit(runners[2].train, (arm, 1))
+    time.sleep(0.5)
+    write_log(tmp_path, "ablate_mine_1", 1, 1.4)
+    assert not waits.done()
+    left.kill()
+    waits.result()
+    assert len(starts) == 1 and len(runners[2].runs) == 1 and not arm.verdict
 
 
 @pytest.fixture

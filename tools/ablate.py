@@ -48,7 +48,6 @@ from effects import (
 
 LOGS = ROOT / "logs"
 MOST_SEEDS = 64  # for which the bounds can be simulated in seconds
-WAIT_S = 5  # between looks at a run that another command trains
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
 SCORED_AGAIN = 1e-3  # bits per byte; compiled and eager models round differently
 FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "VAL_TOKENS", "RUN_ID", "OUT_DIR", "RESUME"}
@@ -191,12 +190,13 @@ class Runner:
             self.environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // jobs)))
         self.pool, self.processes, self.runs, self.say, self.is_stopping = ThreadPoolExecutor(jobs), [], [], say, False
 
-    def start(self, command: list[str]) -> str:
-        """Run a command; return its error, or ""."""
+    def start(self, command: list[str], lock) -> str:
+        """Run a command, which holds the locked file, too; return its error, or ""."""
+        inherited = [lock.fileno()] if os.name == "posix" else []
         place = self.places.get()
         try:
             process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.PIPE, text=True)
+                                       stderr=subprocess.PIPE, text=True, pass_fds=inherited)
             self.processes.append(process)
             if self.is_stopping:
                 process.terminate()
@@ -210,37 +210,54 @@ class Runner:
         return ", ".join([f"status {process.returncode}", *place_in_script, *said])
 
     def train(self, trial: tuple[Arm, int]) -> None:
-        """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm."""
+        """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm. If another command trains it, or a
+        run that such a command has left, wait for that one."""
         arm, seed = trial
         length = f"_{arm.settings['ITERATIONS']}" if "ITERATIONS" in arm.settings else ""
         name = f"ablate_{arm.name}{length}_{seed}"
         words = [f"{key}={value}" for key, value in arm.settings.items()]
         command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}", f"OUT_DIR=logs/{name}"]
-        started, error, run = time.monotonic(), None, None
-        while not (self.is_stopping or arm.verdict):
+        started, error = time.monotonic(), ""
+        (LOGS / name).mkdir(parents=True, exist_ok=True)
+        with (LOGS / name / "lock").open("w") as lock:
+            while not can_lock(lock) and not self.is_stopping:
+                time.sleep(1)
             run = read_run(LOGS / f"{name}.jsonl")
-            if run and run.seed == seed and arm.has(run):
-                self.runs.append(run)
-                self.say(f"{name}: {run.bpb:.4f} bits per byte, {(time.monotonic() - started) / 60:.1f} min")
-                return
-            if error is None:
+            if not (self.is_stopping or arm.verdict or is_trained(run, trial)):
                 for file in (LOGS / name).glob("final_model*"):  # of other content, or cut off
                     file.unlink(missing_ok=True)
-            elif "a run writes to" in error:
-                time.sleep(WAIT_S)  # another command trains it
-            else:
-                break
-            error = self.start(command)
-        if arm.verdict:
-            return
-        changed = ", ".join(differing(run.content, arm.content)) if run else "its log"
-        arm.verdict, arm.reason = "failed", f"{name}: {error or f'{changed} is not what was planned'}"
+                error = self.start(command, lock)
+                run = read_run(LOGS / f"{name}.jsonl")
+        if is_trained(run, trial):
+            self.runs.append(run)
+            self.say(f"{name}: {run.bpb:.4f} bits per byte, {(time.monotonic() - started) / 60:.1f} min")
+        elif not arm.verdict:
+            changed = ", ".join(differing(run.content, arm.content)) if run else "its log"
+            arm.verdict, arm.reason = "failed", f"{name}: {error or f'{changed} is not what was planned'}"
 
     def stop(self) -> None:
         self.is_stopping = True
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
             process.terminate()
+
+
+def can_lock(file) -> bool:
+    """Lock an open file, unless another program holds it. Return whether it is ours."""
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # Windows; Lustre without flock
+        pass
+    return True
+
+
+def is_trained(run: Run | None, trial: tuple[Arm, int]) -> bool:
+    """Whether a run is of this arm with this seed."""
+    arm, seed = trial
+    return run is not None and run.seed == seed and arm.has(run)
 
 
 def model_of(run: Run) -> Path:
