@@ -123,7 +123,6 @@ class Config:
     loop_end: int = kept(0, "last repeated block, counted from 0")
     loop_at: float = free(0.35, "part of the run before NUM_LOOPS acts", high=0.99)
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
-    embed_float32: bool = var(False, "keep the table in float32 instead of bfloat16")
     # Optimizers
     optimizer: str = var("muon", "muon: for the blocks' matrices, else Adam", "muon|adamw")
     adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
@@ -134,6 +133,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
+    muon_slow_at: float = var(0.0, "part of the run before a slow momentum acts; 0: never", high=1)
     muon_row_norm: bool = var(False, "scale the rows of an update to norm 1, then orthogonalize")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
@@ -176,7 +176,6 @@ class Config:
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.loop_start <= self.loop_end < self.num_layers,
                 f"LOOP_END={self.loop_end} must be from LOOP_START to NUM_LAYERS - 1")
-        require(self.num_layers > 1 or not self.num_loops, "NUM_LOOPS needs NUM_LAYERS above 1")
         require(self.lanes <= self.num_layers - self.loop_start,  # from the loop's last pass on
                 f"LANES={self.lanes} must be at most NUM_LAYERS - LOOP_START")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
@@ -372,8 +371,8 @@ class GPT(nn.Module):
         if self.compute_dtype == torch.bfloat16:  # rounded as published, so that equal seeds agree
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
-            if config.optimizer == "muon" and not (config.weight_decay or config.embed_float32):
-                self.tok_emb.bfloat16()  # as published; not with decay: too coarse for it
+            if config.optimizer == "muon" and not config.weight_decay:
+                self.tok_emb.bfloat16()  # as published; too coarse for decay
         positions = torch.arange(max(config.train_seq_len, config.eval_seq_len)).float()
         angles = torch.outer(positions, frequencies)[:, None]  # (T, 1, C/2)
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
@@ -446,6 +445,8 @@ class Muon(torch.optim.Optimizer):
             self.banks.setdefault(p.shape, []).append(p)
         for shape, params in self.banks.items():
             self.state[params[0]]["momentum_buffer"] = params[0].new_zeros(len(params), *shape)
+            if config.muon_slow_at:
+                self.state[params[0]]["slow_buffer"] = params[0].new_zeros(len(params), *shape)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -456,9 +457,13 @@ class Muon(torch.optim.Optimizer):
             grads = torch.stack([p.grad for p in params])
             momentum = self.state[params[0]]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
+            fast_share, slow_share = group["shares"]  # the gradient's is 1
+            if self.config.muon_slow_at:
+                slow = self.state[params[0]]["slow_buffer"].mul_(0.98).add_(grads)
+                grads.add_(slow, alpha=slow_share)
             share = math.ceil(len(params) / world_size)  # the last rank may have less
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
-            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+            updates = grads[mine].add_(momentum[mine], alpha=fast_share)
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # to `share` matrices
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
@@ -557,9 +562,9 @@ class TokenLoader:
         return list(zip(*(part.split(rows) for part in parts)))  # of one size: see `resolve`
 
 # ---- Training --------------------------------------------------------------------------
-def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the rates and Muon's momentum after `step` steps. A new schedule is a choice of
-    LR_SCHEDULE and a branch that sets `shape`, from 1 to 0 at the end (`done` is 1)."""
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float, tuple]:
+    """Factor of the rates, Muon's momentum and its memories' shares after `step` steps. A new
+    schedule is a choice of LR_SCHEDULE and a branch for `shape`, from 1 to 0, where `done` is 1."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -575,7 +580,11 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
     risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
-    return min((step + 1) / max(1, config.lr_warmup_steps), factor), momentum  # warm-up, if lower
+    shares = (momentum, 0.0)  # of the fast and the slow memory in an update
+    if 0 < config.muon_slow_at <= done:  # modded-nanogpt#340
+        momentum, shares = 0.85, (1.25, 0.2134)
+    factor = min((step + 1) / max(1, config.lr_warmup_steps), factor)  # warm-up, if lower
+    return factor, momentum, shares
 
 class Trainer:
     """All that a step changes, to be undone or resumed. Raises ValueError for a bad INIT_FROM."""
@@ -598,11 +607,11 @@ class Trainer:
     def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
         """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
         config = self.config
-        factor, momentum = schedule(config, self.clock.step, self.clock.time_ms)
+        factor, momentum, shares = schedule(config, self.clock.step, self.clock.time_ms)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
-                group["momentum"] = momentum  # Adam ignores it
+                group["momentum"], group["shares"] = momentum, shares  # Adam ignores them
         losses = torch.zeros((), device=self.ranks.device)
         for i, batch in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
@@ -1010,10 +1019,7 @@ def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tenso
         return (rows / scales[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
     order = gram.diag().argsort(descending=True)
     gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
-    factor, failure = torch.linalg.cholesky_ex(gram[order][:, order])
-    if failure:  # an input was not finite
-        print(f"warning: a {tuple(rows.shape)} matrix is rounded without GPTQ", file=sys.stderr)
-        return round_rows(weight, bits, clip)
+    factor = torch.linalg.cholesky(gram[order][:, order])
     triangle = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
     rows = rows[:, order]
     rounded = torch.empty_like(rows)
@@ -1343,9 +1349,6 @@ def resolve(config: Config, ranks: Ranks) -> Config:
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     most = min(rows, max(1, int((config.micro_batch_tokens or limits[device]) / length)))
     micro_batch = next(n for n in range(most, 0, -1) if rows % n == 0)
-    if 4 * micro_batch < most and ranks.rank == 0:
-        print(f"warning: {rows} rows divide into passes of {micro_batch}, but {most} would fit: "
-              f"make TRAIN_BATCH_TOKENS a multiple of {tokens // rows * most}", file=sys.stderr)
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
@@ -1410,10 +1413,7 @@ def signals_kept(clock: Clock):
     handlers = {}
     for number in signal.Signals:
         if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN:  # nohup, shells
-            with suppress(ValueError):  # in a thread
-                handlers[number] = signal.signal(number, clock.on_signal)
-    if not handlers:
-        print("warning: in a thread, signals do not stop a run", file=sys.stderr)
+            handlers[number] = signal.signal(number, clock.on_signal)
     gc.disable()  # it slows compiling, and one rank's collection would hold up the others
     try:
         yield
