@@ -437,7 +437,7 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum. Matrices of one shape form a bank; its momentum (N, rows, columns)
     is state of the bank's first matrix. State is whole on every rank; orthogonalizing is split."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
-        super().__init__(groups, {"momentum": config.muon_momentum})
+        super().__init__(groups, {})
         self.config, self.ranks = config, ranks
         self.compute = torch.bfloat16 if bfloat16_is_native(ranks.device) else torch.float32
         self.banks = {}
@@ -457,13 +457,12 @@ class Muon(torch.optim.Optimizer):
             grads = torch.stack([p.grad for p in params])
             momentum = self.state[params[0]]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
-            fast_share, slow_share = group["shares"]  # the gradient's is 1
             if self.config.muon_slow_at:
                 slow = self.state[params[0]]["slow_buffer"].mul_(0.98).add_(grads)
-                grads.add_(slow, alpha=slow_share)
+                grads.add_(slow, alpha=group["slow"])
             share = math.ceil(len(params) / world_size)  # the last rank may have less
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
-            updates = grads[mine].add_(momentum[mine], alpha=fast_share)
+            updates = grads[mine].add_(momentum[mine], alpha=group["fast"])
             updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # to `share` matrices
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
@@ -479,13 +478,12 @@ class Muon(torch.optim.Optimizer):
         for params, updates, work in pending:
             if work:
                 work.wait()
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
     """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Put others before the
-    last, whose rate is logged. Groups need `kind` and `base_lr`; `train_step` sets `momentum`."""
+    last, whose rate is logged. Groups need `kind` and `base_lr`; `train_step` sets the rest."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -562,9 +560,9 @@ class TokenLoader:
         return list(zip(*(part.split(rows) for part in parts)))  # of one size: see `resolve`
 
 # ---- Training --------------------------------------------------------------------------
-def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float, tuple]:
-    """Factor of the rates, Muon's momentum and its memories' shares after `step` steps. A new
-    schedule is a choice of LR_SCHEDULE and a branch for `shape`, from 1 to 0, where `done` is 1."""
+def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, ...]:
+    """Factor of the rates; Muon's momentum, `fast` and `slow`, after `step` steps. A new schedule
+    is a choice of LR_SCHEDULE and a branch for `shape`, from 1 to 0, where `done` is 1."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -580,11 +578,11 @@ def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, float
     factor = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
     risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
-    shares = (momentum, 0.0)  # of the fast and the slow memory in an update
+    fast, slow = momentum, 0.0  # shares of two memories in an update; the gradient's is 1
     if 0 < config.muon_slow_at <= done:  # modded-nanogpt#340
-        momentum, shares = 0.85, (1.25, 0.2134)
+        momentum, fast, slow = 0.85, 1.25, 0.2134  # as averages: 42 and 53 %
     factor = min((step + 1) / max(1, config.lr_warmup_steps), factor)  # warm-up, if lower
-    return factor, momentum, shares
+    return factor, momentum, fast, slow
 
 class Trainer:
     """All that a step changes, to be undone or resumed. Raises ValueError for a bad INIT_FROM."""
@@ -607,11 +605,11 @@ class Trainer:
     def train_step(self, batches: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
         """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
         config = self.config
-        factor, momentum, shares = schedule(config, self.clock.step, self.clock.time_ms)
+        factor, *memories = schedule(config, self.clock.step, self.clock.time_ms)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor
-                group["momentum"], group["shares"] = momentum, shares  # Adam ignores them
+                group["momentum"], group["fast"], group["slow"] = memories  # Adam ignores them
         losses = torch.zeros((), device=self.ranks.device)
         for i, batch in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
@@ -1009,29 +1007,30 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
     return quantized.view(tensor.shape), (scale[:, 0].half() if is_matrix else scale.squeeze())
 
-def round_rows(weight: Tensor, bits: int, clip: float, gram=None) -> tuple[Tensor, Tensor]:
-    """A matrix as int8 values of `bits` bits and float16 scales (rows,); `gram`: by GPTQ."""
-    rows = weight.float()
+def round_rows(weight: Tensor, bits: int, clip: float, gram=None, moment=None):
+    """A matrix as int8 values of `bits` bits and float16 scales (rows,), by GPTQ if calibrated."""
+    rows = weight.to(torch.float32, copy=True)
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # deviations, or no clipping
+    if clip and moment is not None:  # round coarsely where gradients are small: in rare tokens
+        costs = moment.float().cpu().mean(1) * rows.var(1)  # of equal relative errors
+        limits *= (costs / costs.mean() + 1e-4).pow(-0.25).clamp_min(min(1, 6 / clip))
     scales = (limits / levels).clamp_min(1e-7).half()
     if gram is None:
         return (rows / scales[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
-    order = gram.diag().argsort(descending=True)
     gram = gram.double() + 0.01 * gram.diag().mean().clamp_min(1e-7) * torch.eye(len(gram))
-    factor = torch.linalg.cholesky(gram[order][:, order])
-    triangle = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
-    rows = rows[:, order]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    triangle = torch.linalg.cholesky(inverse, upper=True).float()
     rounded = torch.empty_like(rows)
     for i, factors in enumerate(triangle.contiguous()):
         rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
         error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
         rows[:, i:] -= torch.outer(error, factors[i:])  # the rest make up for it (arXiv:2210.17323)
-    return rounded[:, order.argsort()].to(torch.int8), scales
+    return rounded.to(torch.int8), scales
 
-def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[dict, int]:
+def quantize(state: dict, config: Config, known: dict | None = None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
-    published = config.export_bits == config.embed_bits == 8 and not (config.export_clip or grams)
+    published = config.export_bits == config.embed_bits == 8 and not (config.export_clip or known)
     about = {name: getattr(config, name.lower()) for name in KEPT}
     in_float32 = config.int8_keep_float_fp32_name_patterns or config.control_tensor_name_patterns
     path = Path(config.tokenizer_path)
@@ -1043,9 +1042,9 @@ def quantize(state: dict, config: Config, grams: dict | None = None) -> tuple[di
         dtype = str(t.dtype).removeprefix("torch.")
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
-            gram = (grams or {}).get(name)
+            own = (known or {}).get(name, ())
             plain = published or t.ndim != 2 or matches(name, config.control_tensor_name_patterns)
-            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, gram)
+            pair = quantize_tensor(t) if plain else round_rows(t, bits, config.export_clip, *own)
             artifact["quantized"][name], artifact["scales"][name] = pair
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -1064,9 +1063,9 @@ def saved(value) -> bytes:
     torch.save(value, buffer)
     return buffer.getvalue()
 
-def pack(state: dict, config: Config, grams: dict | None = None) -> tuple[bytes, dict]:
+def pack(state: dict, config: Config, known: dict | None = None) -> tuple[bytes, dict]:
     """The artifact's file, in the smaller of two codings, and what the log says of it."""
-    artifact, payload = quantize(state, config, grams)
+    artifact, payload = quantize(state, config, known)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
     data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
@@ -1112,16 +1111,20 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from None
 
-def calibrate(model: GPT, steps: list[list], ranks: Ranks) -> dict[str, Tensor]:
-    """x^T x (columns, columns) of a layer's inputs in these batches, by weight. Collective."""
+def calibrate(trainer: Trainer, steps: list[list]) -> dict[str, tuple]:
+    """By weight: x^T x (columns, columns) of its inputs, and Adam's second moment. Collective."""
+    model, adam = trainer.model, trainer.optimizers[0]
     model.apply(lambda module: setattr(module, "inputs_gram", 0.0))  # `linear` adds to it
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
         for x, y, *_ in sum(steps, []):  # without dropout; gradients on MPS: as in `score`
             model(x, y)
-    grams = {f"{name}.weight": ranks.sum(layer.inputs_gram).cpu()
-             for name, layer in model.named_modules() if isinstance(layer.inputs_gram, Tensor)}
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer.inputs_gram, Tensor):
+            moment = adam.state.get(layer.weight, {}).get("exp_avg_sq")  # Muon has none
+            found[f"{name}.weight"] = (trainer.ranks.sum(layer.inputs_gram).cpu(), moment)
     model.apply(lambda module: setattr(module, "inputs_gram", None))
-    return grams
+    return found
 
 # ---- Checkpoints -----------------------------------------------------------------------
 def list_checkpoints(config: Config) -> list[Path]:
@@ -1154,8 +1157,7 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
         refused += [f"{name.upper()} is unknown now" for name in {*old} - {*new} if old[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
-        seen = state["training_tokens"]
-        require(seen == loader.tokens, f"it read {seen} tokens, DATA_PATH has {loader.tokens}")
+        require(state["training_tokens"] == loader.tokens, "it read other text than DATA_PATH has")
         trainer.load_state_dict(state)
     except Exception as error:  # hostile or damaged files fail in many ways
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
@@ -1274,7 +1276,7 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
             except OSError as error:  # a full disk may still hold the artifact
                 log.line(f"warning: {error}")
     batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
-    grams = calibrate(trainer.model, batches, ranks) if batches else None  # on the clock
+    known = calibrate(trainer, batches) if batches else None  # on the clock
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1285,13 +1287,13 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
-        data, about = pack(state, config, grams)
+        data, about = pack(state, config, known)
         while 0 < config.size_cap < len(data) + code:
             log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raise it")
             if not 0 < config.export_clip < 2 * trainer.config.export_clip:  # other ranks wait
                 break
             config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
-            data, about = pack(state, config, grams)
+            data, about = pack(state, config, known)
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
@@ -1388,7 +1390,6 @@ seed:{c.seed}""")
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
     """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
-    torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":
@@ -1409,11 +1410,9 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
 
 @contextmanager
 def signals_kept(clock: Clock):
-    """While a run trains, `clock` keeps signals and no garbage is collected."""
-    handlers = {}
-    for number in signal.Signals:
-        if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN:  # nohup, shells
-            handlers[number] = signal.signal(number, clock.on_signal)
+    """While a run trains, `clock` keeps signals (but what nohup ignores); garbage is kept, too."""
+    stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
     gc.disable()  # it slows compiling, and one rank's collection would hold up the others
     try:
         yield

@@ -38,7 +38,7 @@ from rules import (  # noqa: E402
 )
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
-RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": ""}  # variables of older records' scripts; "": the trainer chooses
+RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": "", "EMBED_FLOAT32": ""}  # of older records; "": the trainer chooses
 STOPPED = "make.py: stopped; the same command keeps finished seeds and trains this one anew: a resumed run is no record"
 KINDS = {"CPU, bfloat16": " (by default with AVX512-BF16 or AMX)", "CPU, float32": " (by default without AVX512-BF16 and AMX)"}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"

@@ -35,7 +35,7 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
     ours, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
     config = tiny_config(muon_row_norm=row_norm, muon_backend_steps=4)
     muon = train_gpt.Muon([{"params": ours, "lr": 0.02, "weight_decay": decay}], config, one_process())
-    muon.param_groups[0]["momentum"] = momentum
+    muon.param_groups[0].update(momentum=momentum, fast=momentum, slow=0.0)
     reference = torch.optim.Muon(theirs, lr=0.02, momentum=momentum, weight_decay=decay, ns_steps=4, adjust_lr_fn="original")
     for _ in range(4):
         for p, wanted in zip(ours, theirs):
@@ -48,7 +48,8 @@ def test_muon_steps_like_pytorchs(row_norm, momentum, decay):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("switch", [f.name for f in train_gpt.fields(train_gpt.Config) if f.type is bool and not f.metadata["kind"]])
+@pytest.mark.parametrize("switch", ["muon_slow_at", *(f.name for f in train_gpt.fields(train_gpt.Config)
+                                                    if f.type is bool and not f.metadata["kind"])])
 def test_ranks_update_what_one_rank_does(monkeypatch, ranks, switch):
     """Bit for bit, in two steps, also with switches that are new. Of two or three matrices of a shape, some ranks have none."""
     shapes = [(16, 48)] * 3 + [(48, 16)] * 2 + [(16, 16)] * 3
@@ -59,6 +60,8 @@ def test_ranks_update_what_one_rank_does(monkeypatch, ranks, switch):
         params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         made = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
         muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], tiny_config(**{switch: True}), made)
+        muon.param_groups[0].update(momentum=0.85, fast=1.25, slow=0.2134)
+        muon.compute = torch.float32  # in bfloat16, products of one matrix and of several may differ in the last bit
         gathers = itertools.count()
 
         def gather(out, part, async_op):
@@ -81,6 +84,26 @@ def test_ranks_update_what_one_rank_does(monkeypatch, ranks, switch):
     wanted = updated(0, 1)
     for rank in range(ranks):
         assert all(map(torch.equal, updated(rank, ranks), wanted))
+
+
+def test_the_slow_memory_is_that_of_the_formula(monkeypatch):
+    """From its time on, the gradient goes 0.95 of the way to the fast average, which goes 0.5615 of the way to the slow one."""
+    config = tiny_config(muon_slow_at=0.5, iterations=8, max_wallclock_seconds=0.0)
+    p = torch.nn.Parameter(torch.zeros(4, 8))
+    muon = train_gpt.Muon([{"params": [p], "lr": 1.0, "weight_decay": 0.0}], config, one_process())
+    total, slow = torch.zeros(4, 8), torch.zeros(4, 8)
+    monkeypatch.setattr(train_gpt, "orthogonalize", lambda updates, *_: updates / updates.norm())  # it takes no notice of scale
+    for step in range(8):
+        before, p.grad = p.detach().clone(), torch.randn(4, 8)
+        _, momentum, fast, slow_share = train_gpt.schedule(config, step, 0.0)
+        muon.param_groups[0].update(momentum=momentum, fast=fast, slow=slow_share)
+        total, slow = total * momentum + p.grad, slow.lerp(p.grad, 0.02)
+        wanted = p.grad + momentum * total
+        if step >= 4:
+            wanted = p.grad.lerp((0.15 * total).lerp(slow, 0.5615), 0.95)
+        muon.step()
+        torch.testing.assert_close(before - p.detach(), wanted / wanted.norm(), rtol=0, atol=1e-4)
+        assert (momentum == 0.85) == (step >= 4)
 
 
 @pytest.mark.parametrize("changes, rates", [

@@ -81,7 +81,8 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
 def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
     """With three matrices of some shapes, of which one rank gets two; also where blocks run again, and with an average."""
     _, data, _ = finished
-    words = tiny_arguments(data, NUM_LAYERS=3, NUM_LOOPS=2, LOOP_AT=0.5, LANES=1, EMA_DECAY=0.5, DROPOUT=0.2)
+    words = tiny_arguments(data, NUM_LAYERS=3, NUM_LOOPS=2, LOOP_AT=0.5, LANES=1, EMA_DECAY=0.5, DROPOUT=0.2,
+                           MUON_SLOW_AT=0.4)
     run_here(monkeypatch, tmp_path, *words, "RUN_ID=one")
     result = run_trainer(tmp_path, *words, "RUN_ID=two", "OUT_DIR=out", ranks=2)
     assert result.returncode == 0, result.stderr
@@ -259,7 +260,7 @@ def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
 
 def test_the_average_covers_all_steps_and_blocks_repeat_from_loop_at_also_after_a_resume(tmp_path, monkeypatch, capsys):
     common = dict(OUT_DIR="", EMA_DECAY=0.2, CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=9, WARMUP_STEPS=2,
-                  NUM_LAYERS=3, LANES=1, NUM_LOOPS=2, LOOP_START=1, LOOP_END=1, LOOP_AT=0.5)
+                  NUM_LAYERS=3, LANES=1, NUM_LOOPS=2, LOOP_START=1, LOOP_END=1, LOOP_AT=0.5, MUON_SLOW_AT=0.5)
     data, loops = make_shards(tmp_path), []
     step, score = train_gpt.Trainer.train_step, train_gpt.Validation.score
     monkeypatch.setattr(train_gpt.Trainer, "train_step", lambda trainer, *rest: (
