@@ -133,7 +133,7 @@ class Config:
     scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_slow_at: float = var(0.0, "part of the run before a slow momentum acts; 0: never", high=1)
+    muon_slow_at: float = var(0.0, "part of the run before slow momentum; 0: never", high=0.99)
     muon_row_norm: bool = var(False, "scale the rows of an update to norm 1, then orthogonalize")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
@@ -158,7 +158,7 @@ class Config:
     int8_keep_float_max_numel: int = free(65536, "tensors of at most N numbers stay floats")
     export_bits: int = free(8, "bits of the blocks' matrices", "4|5|6|7|8")
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = free(0.0, "clip rows at N standard deviations; 0: not at all")
+    export_clip: float = free(0.0, "clip rows at about N standard deviations; 0: not at all")
     gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
     size_cap: int = free(0, "maximum bytes of code and artifact: raises EXPORT_CLIP; 0: no check")
 
@@ -355,7 +355,7 @@ class GPT(nn.Module):
         self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
         self.loops = config.num_loops  # `train` sets it: 0 until LOOP_AT
         half = (config.num_layers + self.loops * (config.loop_end + 1 - config.loop_start)) // 2
-        self.skip_weights = nn.Parameter(torch.ones(half, width), requires_grad=half > 0)
+        self.skip_weights = nn.Parameter(torch.ones(half, width), len(self.blocks) > 1)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -434,8 +434,8 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum. Matrices of one shape form a bank; its momentum (N, rows, columns)
-    is state of the bank's first matrix. State is whole on every rank; orthogonalizing is split."""
+    """Orthogonalized momentum. Matrices of one shape form a bank, whose memories (N, rows, columns)
+    are state of its first matrix. State is whole on every rank; orthogonalizing is split."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -483,7 +483,7 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
     """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Put others before the
-    last, whose rate is logged. Groups need `kind` and `base_lr`; `train_step` sets the rest."""
+    last, whose rate is logged. A group needs what these have; `train_step` sets its rates."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -1007,14 +1007,14 @@ def quantize_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
     quantized = rows.clamp(-clip, clip).div_(scale).round_().to(torch.int8)
     return quantized.view(tensor.shape), (scale[:, 0].half() if is_matrix else scale.squeeze())
 
-def round_rows(weight: Tensor, bits: int, clip: float, gram=None, moment=None):
+def round_rows(weight: Tensor, bits: int, clip: float, gram=None, moment=None) -> tuple:
     """A matrix as int8 values of `bits` bits and float16 scales (rows,), by GPTQ if calibrated."""
     rows = weight.to(torch.float32, copy=True)
     levels = 2 ** (bits - 1) - 1
     limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # deviations, or no clipping
-    if clip and moment is not None:  # round coarsely where gradients are small: in rare tokens
-        costs = moment.float().cpu().mean(1) * rows.var(1)  # of equal relative errors
-        limits *= (costs / costs.mean() + 1e-4).pow(-0.25).clamp_min(min(1, 6 / clip))
+    if clip and moment is not None:  # rows of rare tokens matter less: round them coarsely
+        costs = moment.float().cpu().mean(1) * rows.var(1)  # if all were rounded alike
+        limits *= (costs / costs.mean().clamp_min(1e-30) + 1e-4).pow(-0.25).clamp(min(1, 6 / clip))
     scales = (limits / levels).clamp_min(1e-7).half()
     if gram is None:
         return (rows / scales[:, None]).round().clamp(-levels, levels).to(torch.int8), scales
@@ -1390,6 +1390,7 @@ seed:{c.seed}""")
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
     """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
+    torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":

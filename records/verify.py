@@ -177,7 +177,8 @@ def render(claims: dict) -> str:
     else:
         lines += table("| | this record |", claims["settings"].items())
     environment = claims["environment"]
-    lines += ["", "## Command", "Run it from the root of the repository. It trains the seed 1337 with this folder's script.", "",
+    lines += ["", "## Command", "Run it from the root of the repository. It trains the seed 1337 with this folder's script. "
+              "If its data is missing, `python records/verify.py --rerun` prints the command that gets it.", "",
               f"    {claims['command']}", "",
               f"{claims['hardware']}; ranks: {environment['world_size']}, threads of each: {environment['threads']}; "
               f"Python {environment['python']}, PyTorch {environment['torch']}. "

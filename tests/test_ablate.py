@@ -223,7 +223,7 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
 
 
 def test_no_run_is_trained_twice(tmp_path, monkeypatch):
-    """Two commands start together; a third one finds the run that a fourth one, now killed, has left."""
+    """Two commands start together; a third one waits for the run that a killed one has left."""
     monkeypatch.setattr(ablate, "LOGS", tmp_path)
     write_log(tmp_path, "other", 1, 1.5)
     content = effects.read_run(tmp_path / "other.jsonl").content
@@ -243,16 +243,17 @@ def test_no_run_is_trained_twice(tmp_path, monkeypatch):
         future.result()
     assert len(starts) == 1 and [len(runner.runs) for runner in runners] == [1, 1, 0] and not arm.verdict
     (tmp_path / "ablate_mine_1.jsonl").unlink()
-    code = "import time; print(flush=True); time.sleep(60)"
+    code, other = "import time; time.sleep(60)", ablate.Runner(1, print)
     with (tmp_path / "ablate_mine_1" / "lock").open("w") as lock:
         assert ablate.can_lock(lock)
-        left = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[lock.fileno()])
-    left.stdout.read(1)
+        other.pool.submit(other.start, [sys.executable, "-c", code], lock)
+        while not other.processes:
+            time.sleep(0.01)
     waits = runners[2].pool.submit(runners[2].train, (arm, 1))
     time.sleep(0.5)
     write_log(tmp_path, "ablate_mine_1", 1, 1.4)
     assert not waits.done()
-    left.kill()
+    other.stop()
     waits.result()
     assert len(starts) == 1 and len(runners[2].runs) == 1 and not arm.verdict
 

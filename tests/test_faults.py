@@ -463,7 +463,7 @@ PLACES = {"train_step": (train_gpt.Trainer, 2), "score": (train_gpt.Validation, 
 def worker(data):
     """A rank of several runs, which follow each other in this process. Only the second rank gets signals and faults."""
     is_second, leave, starts = os.environ["RANK"] == "1", os._exit, []
-    stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5,
+    stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5, EXPORT_CLIP=8,
                    INT8_KEEP_FLOAT_MAX_NUMEL=100, CHECKPOINT_EVERY=100, RESUME="auto")
 
     def start(folder, **settings):

@@ -54,12 +54,13 @@ def test_ranks_update_what_one_rank_does(monkeypatch, ranks, switch):
     """Bit for bit, in two steps, also with switches that are new. Of two or three matrices of a shape, some ranks have none."""
     shapes = [(16, 48)] * 3 + [(48, 16)] * 2 + [(16, 16)] * 3
     parts = {}  # of each gather, by rank
+    config = tiny_config(**{switch: 0.5 if switch == "muon_slow_at" else True})
 
     def updated(rank, world_size):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         made = train_gpt.Ranks(rank, world_size, torch.device("cpu"))
-        muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], tiny_config(**{switch: True}), made)
+        muon = train_gpt.Muon([{"params": params, "lr": 0.02, "weight_decay": 0.1}], config, made)
         muon.param_groups[0].update(momentum=0.85, fast=1.25, slow=0.2134)
         muon.compute = torch.float32  # in bfloat16, products of one matrix and of several may differ in the last bit
         gathers = itertools.count()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.utils.backend_registration, "_
                                 reason=f"PyTorch {torch.__version__} has no devices made in Python; 2.10 has")
 SETTINGS = {  # all techniques; small matrices are rounded, too; the clock does not count
     "RUN_ID": "run", "OUT_DIR": "out", "COMPILE": "auto", "DTYPE": "auto", "INT8_KEEP_FLOAT_MAX_NUMEL": 256, "EXPORT_BITS": 6,
-    "GPTQ_BATCHES": 1, "EMA_DECAY": 0.9, "GRAD_CLIP_NORM": 1, "NUM_LOOPS": 1, "LOOP_AT": 0.3, "LANES": 1, "MUON_SLOW_AT": 0.6,
+    "GPTQ_BATCHES": 1, "EXPORT_CLIP": 8, "EMA_DECAY": 0.9, "GRAD_CLIP_NORM": 1, "NUM_LOOPS": 1, "LOOP_AT": 0.3, "LANES": 1, "MUON_SLOW_AT": 0.6,
     "SMEAR": 1, "SHIFT_KEYS": 1, "EXCLUSIVE_ATTN": 1, "MUON_ROW_NORM": 1, "EVAL_SEQ_LEN": 64, "CHECKPOINT_EVERY": 2,
     "MLP_SLOPE": 0.5, "ROPE_DIMS": 8, "WEIGHT_DECAY": 0.1, "DROPOUT": 0.1}
 H100, T4, RTX_5090, MAC = "cuda 9.0 80", "cuda 7.5 15", "cuda 12.0 32", "mps 0.0 0"

@@ -115,7 +115,7 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("changes", [
-    dict(dtype="bfloat16", embed_float32=True),
+    dict(dtype="bfloat16", weight_decay=0.1),
     dict(tie_embeddings=False, vocab_pad=64, logit_softcap=5.0, rope_base=100.0, **SWITCHES)])
 def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     """With the frequencies as bfloat16 rounds them and the table as the file has it; padded and untied tables, too."""

@@ -220,7 +220,7 @@ class Runner:
         started, error = time.monotonic(), ""
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
-            while not can_lock(lock) and not self.is_stopping:
+            while not (can_lock(lock) or self.is_stopping or arm.verdict):
                 time.sleep(1)
             run = read_run(LOGS / f"{name}.jsonl")
             if not (self.is_stopping or arm.verdict or is_trained(run, trial)):

@@ -67,7 +67,7 @@ def find_model(name: str) -> Path:
 def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint needs the settings that it was trained
     with, as NAME=value, and its DTYPE: bfloat16 rounds the rotary frequencies. Raises ValueError."""
-    config, _ = train_gpt.load_config(["EMBED_FLOAT32=1", *settings, f"INIT_FROM={path}"], {})  # the table as the file has it
+    config, _ = train_gpt.load_config([*settings, "OPTIMIZER=adamw", f"INIT_FROM={path}"], {})  # its table is in float32
     if config.dtype == "auto" and Path(path).is_file():
         raise ValueError(f"{path} does not say what its model is; add the settings of its training, and its DTYPE, such as "
                          "DTYPE=bfloat16 NUM_LAYERS=9 (the config event in its .jsonl log has them all)")

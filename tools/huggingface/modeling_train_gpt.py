@@ -48,8 +48,8 @@ class TrainGPTConfig(PreTrainedConfig):
             "max_position_embeddings": trainer.train_seq_len})
 
     def trainer_config(self):
-        """The Config of train_gpt.py. The table is in float32, as it was exported."""
-        return load_config(["EMBED_FLOAT32=1", *(f"{name}={value}" for name, value in self.variables.items())], {})[0]
+        """The Config of train_gpt.py. With AdamW, the table is in float32, as it was exported."""
+        return load_config([*(f"{name}={value}" for name, value in self.variables.items()), "OPTIMIZER=adamw"], {})[0]
 
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
