@@ -111,7 +111,9 @@ FAULTS = {  # what was right, what is planted, what refuses it; card and ranks w
     "attention without a trial": ("causal_attention(q, k, k, kernel).sum().backward()", "pass", "No available kernel", T4),
     "a rotary table that is no buffer": ('self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)',
                                          "self.rotary = torch.stack((angles.cos(), angles.sin()))", SAME_DEVICE),
-    "momentum on the CPU": ("params[0].new_zeros(len(params), *shape)", "torch.zeros(len(params), *shape)", SAME_DEVICE),
+    "momentum on the CPU": ('"momentum_buffer"] = params[0].new_zeros(', '"momentum_buffer"] = torch.zeros(', SAME_DEVICE),
+    "slow momentum on the CPU": ('"slow_buffer"] = params[0].new_zeros(', '"slow_buffer"] = torch.zeros(', SAME_DEVICE),
+    "Adam's moments on the GPU": ("moment.float().cpu().mean(1)", "moment.float().mean(1)", SAME_DEVICE),
     "device_id is forgotten": ("device_id=gpu)", "device_id=None)", "nccl for None", H100, 2),
     "the rank's number over all machines": (
         'local_rank if kind == "cuda" else None', 'rank + 8 if kind == "cuda" else None', "invalid device ordinal"),
