@@ -521,6 +521,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # spans share no token
+        self.last_epoch = 0  # the step that begins it; 0: not known yet
         self.batches(0)  # shards of another vocabulary are found before training
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -544,10 +545,17 @@ class TokenLoader:
         kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
         return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
 
+    def plan_end(self, step: int, steps: float) -> None:
+        """Begin an epoch of LOADER=shuffled by `step` if it can end with the run, after `steps`."""
+        begin = round(steps) - self.rows // self.pieces
+        if self.shuffled and not self.last_epoch and steps / 10 + 1 < begin <= step:
+            self.last_epoch = begin
+
     def batches(self, step: int) -> list[tuple[Tensor, ...]]:
         """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
         config, texts = self.config, []
-        first = 0 if config.overfit else step * self.pieces
+        skipped = -self.last_epoch * self.pieces % self.rows if step >= self.last_epoch else 0
+        first = 0 if config.overfit else step * self.pieces + skipped
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
             if self.shuffled:
                 piece = epoch_order(config.seed, piece // self.rows, self.rows)[piece % self.rows]
@@ -656,6 +664,7 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
         trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
+        loader.plan_end(clock.step + 1, clock.step / max(progress, 1e-9))
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             saved_step = clock.step
