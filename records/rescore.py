@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import chdir
+from difflib import SequenceMatcher
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,9 +32,12 @@ def data_command(track: dict, division: str, tokenizer: str) -> tuple[str, str]:
 
 
 def best_tokenizer(of_division: dict, config) -> str:
-    """Return the tokenizer of a division that fits the settings best."""
-    def fit(tokenizer: str) -> tuple[bool, bool]:
-        return config.data_path.endswith(tokenizer), tokenizer.endswith(str(config.vocab_size))
+    """Return the tokenizer of a division whose name DATA_PATH ends with, if mistyped, too; else one of the same size."""
+    ending = config.data_path.rpartition("_")[2]
+
+    def fit(tokenizer: str) -> tuple[bool, bool, float]:
+        likeness = SequenceMatcher(None, ending, tokenizer).ratio()
+        return likeness > 0.6, tokenizer.endswith(str(config.vocab_size)), likeness
 
     return max(of_division["scored"], key=fit)
 

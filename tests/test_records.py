@@ -244,6 +244,13 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, more, mes
     assert re.search(message, f"{found} {capsys.readouterr().err}")
 
 
+@pytest.mark.parametrize("path, size, wanted", [
+    ("data/datasets/sotu_caseops204", 1024, "caseops2048"), ("soto_unigram2048/", 1024, "unigram2048"), ("/data/speeches", 1024, "sp1024")])
+def test_the_data_of_a_mistyped_folder_is_named(path, size, wanted):
+    division = json.loads((REPOSITORY / "records/track_10min_1mb_cpu/track.json").read_text())["divisions"]["sotu"]
+    assert rescore.best_tokenizer(division, argparse.Namespace(data_path=path, vocab_size=size)) == wanted
+
+
 def test_an_artifact_that_is_too_large_ends_the_runs(root, monkeypatch):
     monkeypatch.setattr(make, "has_finished", lambda *_: True)
     monkeypatch.setattr(make, "load_track", lambda folder: {"max_bytes": 1000})
