@@ -1297,10 +1297,9 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
         data, about = pack(state, config, known)
-        while 0 < config.size_cap < len(data) + code:
-            log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raise it")
-            if not 0 < config.export_clip < 2 * trainer.config.export_clip:  # other ranks wait
-                break
+        most = 2 * config.export_clip  # other ranks wait
+        while 0 < config.size_cap < len(data) + code and config.export_clip < most:
+            log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raising it")
             config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
             data, about = pack(state, config, known)
         write_whole(path, data)
@@ -1314,6 +1313,8 @@ Total submission size int8+zlib: {total_bytes} bytes""",
                   model_total=len(floats) + code, total_bytes=len(data) + code,
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
+        if 0 < config.size_cap < len(data) + code:
+            log.line(f"WARNING: above SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
         load_weights(trainer.model, path)
     for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
         dist.broadcast(p.data, 0)  # the other ranks may not see the file
