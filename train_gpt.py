@@ -452,7 +452,7 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         """Update all matrices. Collective."""
         group, world_size = self.param_groups[0], self.ranks.world_size
-        pending = []
+        pending, works = [], []
         for shape, params in self.banks.items():
             grads = torch.stack([p.grad for p in params])
             momentum = self.state[params[0]]["momentum_buffer"]
@@ -468,16 +468,15 @@ class Muon(torch.optim.Optimizer):
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5
-            work = None
             if world_size > 1:  # while this rank goes on with the next shape
                 gathered = updates.new_empty(share * world_size, *shape)
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # new, old
-                work = gather(gathered, updates.contiguous(), async_op=True)
+                works.append(gather(gathered, updates.contiguous(), async_op=True))
                 updates = gathered
-            pending.append((params, updates, work))
-        for params, updates, work in pending:
-            if work:
-                work.wait()
+            pending.append((params, updates))
+        for work in works:
+            work.wait()
+        for params, updates in pending:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
@@ -659,15 +658,14 @@ class Trainer:
 def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: "RunLog") -> None:
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step, last_logged, batches = clock.step, (clock.step, clock.time_ms), []
+    first_step, last_logged, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
         trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
         loader.plan_end(clock.step + 1, clock.step / max(progress, 1e-9))
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
-        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
-            saved_step = clock.step
+        if ranks.rank == 0 and clock.step > first_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation and export can take long
         if done or clock.stop_signal:
             return
@@ -1160,9 +1158,8 @@ def resume(trainer: Trainer, loader: TokenLoader, state: dict) -> None:
     """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
     try:
         old, new = {**asdict(Config()), **state["config"]}, asdict(trainer.config)
-        fixed = [f.name for f in fields(Config) if f.metadata["kind"] != "free"]
-        refused = [f"{name.upper()} was {old[name]!r} and is {new[name]!r}"
-                   for name in fixed if old[name] != new[name]]
+        refused = [f"{n} was {old[f.name]!r} and is {new[f.name]!r}" for n, f in FIELDS.items()
+                   if f.metadata["kind"] != "free" and old[f.name] != new[f.name]]
         refused += [f"{name.upper()} is unknown now" for name in {*old} - {*new} if old[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
@@ -1253,7 +1250,6 @@ def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
                   "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms" + label,
                   step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
                   step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
-        gc.collect()
 
 def log_step(trainer: Trainer, loader: TokenLoader, log: RunLog, losses, norm, since) -> None:
     """Log the step just done; `since`: step and ms of the line before. Collective."""
@@ -1400,7 +1396,6 @@ seed:{c.seed}""")
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
     """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
-    torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":
