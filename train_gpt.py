@@ -520,8 +520,6 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # spans share no token
-        self.last_epoch = 0  # the step that begins it; 0: not known yet
-        self.batches(0)  # shards of another vocabulary are found before training
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
@@ -544,16 +542,13 @@ class TokenLoader:
         kept = draws[self.ranks.rank::self.ranks.world_size] >= config.dropout
         return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
 
-    def plan_end(self, step: int, steps: float) -> None:
-        """Begin an epoch of LOADER=shuffled by `step` if it can end with the run, after `steps`."""
-        begin = round(steps) - self.rows // self.pieces
-        if self.shuffled and not self.last_epoch and steps / 10 + 1 < begin <= step:
-            self.last_epoch = begin
-
-    def batches(self, step: int) -> list[tuple[Tensor, ...]]:
-        """This rank's micro-batches of a step: inputs and targets (B, T), int64; dropout masks."""
+    def batches(self, step: int, steps: float = 0) -> list[tuple[Tensor, ...]]:
+        """This rank's micro-batches: inputs and targets (B, T), int64; dropout masks. With
+        LOADER=shuffled, the last epoch ends with the run, if that takes `steps` steps."""
         config, texts = self.config, []
-        skipped = -self.last_epoch * self.pieces % self.rows if step >= self.last_epoch else 0
+        begin = round(steps) - self.rows // self.pieces  # the last epoch's first step
+        is_last = self.shuffled and 0 < begin <= step  # its number is 10^6
+        skipped = 10**6 * self.rows - begin * self.pieces if is_last else 0
         first = 0 if config.overfit else step * self.pieces + skipped
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
             if self.shuffled:
@@ -663,7 +658,7 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
         done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
         trainer.model.loops = config.num_loops if done or progress >= config.loop_at else 0
-        loader.plan_end(clock.step + 1, clock.step / max(progress, 1e-9))
+        steps = clock.step / progress if progress else config.iterations  # as the clock expects
         saves = is_due(clock.step, config.checkpoint_every) or (done and config.checkpoint_every)
         if ranks.rank == 0 and clock.step > first_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation and export can take long
@@ -673,11 +668,11 @@ def train(trainer: Trainer, loader: TokenLoader, validation: "Validation", log: 
             validate(trainer, validation, log)
             if clock.stop_signal:
                 continue  # to the checkpoint above
-        loss, norm = trainer.train_step(batches or loader.batches(clock.step))
+        loss, norm = trainer.train_step(batches or loader.batches(clock.step, steps))
         step = clock.step = clock.step + 1
         mean_ms = clock.time_ms / max(step - 1, 1)
         clock.time_ms += mean_ms  # an estimate, until the ranks agree
-        batches = loader.batches(step) if step < config.iterations else []  # as the device works
+        batches = loader.batches(step, steps) if step < config.iterations else []  # meanwhile
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         often = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # waiting costs GPUs time
         periods = (often, config.val_loss_every, config.checkpoint_every)

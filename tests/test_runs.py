@@ -258,6 +258,30 @@ def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
     assert final["step"] == 8 and final["val_loss"] < first["train_loss"] - 0.1
 
 
+@pytest.mark.parametrize("steps, limit", [
+    (10, {"ITERATIONS": 10}), (13, {"ITERATIONS": 13}), (31, {"ITERATIONS": 31}),
+    (31, {"ITERATIONS": 900, "MAX_WALLCLOCK_SECONDS": 31})])  # a second a step
+def test_a_shuffled_run_ends_with_a_whole_epoch_also_after_a_resume(tmp_path, monkeypatch, steps, limit):
+    """An epoch has 437 rows: 13 steps, and 21 rows left over."""
+    words = tiny_arguments(make_shards(tmp_path), LOADER="shuffled", CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=40, **limit)
+    read, batches, step = train_gpt.TokenLoader.read, train_gpt.TokenLoader.batches, train_gpt.Trainer.train_step
+    rows, trained = [], []
+    monkeypatch.setattr(train_gpt.TokenLoader, "read", lambda self, start, count: (rows.append(start // 32), read(self, start, count))[1])
+    monkeypatch.setattr(train_gpt.TokenLoader, "batches", lambda self, number, *steps: (
+        rows.clear(), batches(self, number, *steps), found.update({number: list(rows)}))[1])
+    monkeypatch.setattr(train_gpt.Trainer, "train_step", lambda *rest: (trained.append(1), step(*rest))[1])
+    monkeypatch.setattr(train_gpt.Ranks, "now_ms", lambda self: 1000.0 * len(trained))
+    found = {}
+    run_here(monkeypatch, tmp_path, *words, "RUN_ID=run")
+    whole = [found[number] for number in range(steps)]
+    first, last = sum(whole[:-13], []), sum(whole[-13:], [])
+    assert len(set(last)) == len(last) == 32 * min(13, steps) and len(set(first)) == min(len(first), 437)
+    for start in {steps - 14, steps - 13, steps - 12, steps - 1} & set(range(1, steps)):
+        found.clear()
+        run_here(monkeypatch, tmp_path, *words, "RUN_ID=other", f"RESUME=checkpoints/run_{start:08d}.pt")
+        assert [found[number] for number in range(start, steps)] == whole[start:], start
+
+
 def test_the_average_covers_all_steps_and_blocks_repeat_from_loop_at_also_after_a_resume(tmp_path, monkeypatch, capsys):
     common = dict(OUT_DIR="", EMA_DECAY=0.2, CHECKPOINT_EVERY=1, KEEP_CHECKPOINTS=9, WARMUP_STEPS=2,
                   NUM_LAYERS=3, LANES=1, NUM_LOOPS=2, LOOP_START=1, LOOP_END=1, LOOP_AT=0.5, MUON_SLOW_AT=0.5)
