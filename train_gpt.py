@@ -543,13 +543,12 @@ class TokenLoader:
         return (kept / np.float32(1 - config.dropout)).reshape(-1, *shape[2:])
 
     def batches(self, step: int, steps: float = 0) -> list[tuple[Tensor, ...]]:
-        """This rank's micro-batches: inputs and targets (B, T), int64; dropout masks. With
-        LOADER=shuffled, the last epoch ends with the run, if that takes `steps` steps."""
+        """This rank's inputs and targets (B, T), int64, and dropout masks, by micro-batches."""
         config, texts = self.config, []
-        begin = round(steps) - self.rows // self.pieces  # the last epoch's first step
-        is_last = self.shuffled and 0 < begin <= step  # its number is 10^6
-        skipped = 10**6 * self.rows - begin * self.pieces if is_last else 0
-        first = 0 if config.overfit else step * self.pieces + skipped
+        epoch = self.rows // self.pieces  # in steps; the last one is to end with the run's `steps`
+        is_last = self.shuffled and 0 < epoch <= round(steps) - epoch <= step  # its number: 10^6
+        first = 10**6 * self.rows + step % epoch * self.pieces if is_last else step * self.pieces
+        first = 0 if config.overfit else first
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
             if self.shuffled:
                 piece = epoch_order(config.seed, piece // self.rows, self.rows)[piece % self.rows]
@@ -1191,7 +1190,8 @@ class Clock:
         self.set(0, 0.0)
 
     def set(self, step: int, time_ms: float) -> None:
-        """Start the clock after `step` steps, which took `time_ms`."""
+        """Start the clock after `step` steps, which took `time_ms`; first, collect garbage."""
+        gc.collect()  # nothing else does: see `signals_kept`
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1232,7 +1232,6 @@ def warm_up(trainer: Trainer, loader: TokenLoader | None, log: RunLog) -> None:
     for i in range(1, 1 + (steps if trainer.config.iterations else 0)):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{steps}")
-    gc.collect()
     trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
 
 def validate(trainer: Trainer, validation: Validation, log: RunLog) -> None:
@@ -1288,7 +1287,7 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
         data, about = pack(state, config, known)
-        most = 2 * config.export_clip  # other ranks wait
+        most = 2 * config.export_clip  # a limit: other ranks wait
         while 0 < config.size_cap < len(data) + code and config.export_clip < most:
             log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raising it")
             config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
@@ -1391,6 +1390,7 @@ seed:{c.seed}""")
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
     """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
+    torch.compiler.set_stance("default")  # an earlier run of this process may have failed
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":

@@ -32,12 +32,12 @@ def data_command(track: dict, division: str, tokenizer: str) -> tuple[str, str]:
 
 
 def best_tokenizer(of_division: dict, config) -> str:
-    """Return the tokenizer of a division whose name DATA_PATH ends with, if mistyped, too; else one of the same size."""
+    """Return the tokenizer of a division that is most like the end of DATA_PATH, or, if none is, one of VOCAB_SIZE."""
     ending = config.data_path.rpartition("_")[2]
 
-    def fit(tokenizer: str) -> tuple[bool, bool, float]:
+    def fit(tokenizer: str) -> tuple[float, bool]:
         likeness = SequenceMatcher(None, ending, tokenizer).ratio()
-        return likeness > 0.6, tokenizer.endswith(str(config.vocab_size)), likeness
+        return max(likeness, 0.6), tokenizer.endswith(str(config.vocab_size))
 
     return max(of_division["scored"], key=fit)
 

@@ -244,11 +244,15 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, more, mes
     assert re.search(message, f"{found} {capsys.readouterr().err}")
 
 
-@pytest.mark.parametrize("path, size, wanted", [
-    ("data/datasets/sotu_caseops204", 1024, "caseops2048"), ("soto_unigram2048/", 1024, "unigram2048"), ("/data/speeches", 1024, "sp1024")])
-def test_the_data_of_a_mistyped_folder_is_named(path, size, wanted):
-    division = json.loads((REPOSITORY / "records/track_10min_1mb_cpu/track.json").read_text())["divisions"]["sotu"]
-    assert rescore.best_tokenizer(division, argparse.Namespace(data_path=path, vocab_size=size)) == wanted
+@pytest.mark.parametrize("track, division, path, size, wanted", [
+    ("track_10min_1mb_cpu", "sotu", "data/datasets/sotu_caseops204", 1024, "caseops2048"),
+    ("track_10min_1mb_cpu", "sotu", "soto_unigram2048/", 1024, "unigram2048"),
+    ("track_10min_1mb_cpu", "sotu", "/data/speeches", 1024, "sp1024"),
+    ("track_10min_16mb", "fineweb10B", "/fineweb10B_sp8192", 1024, "sp8192"),
+    ("track_10min_16mb", "fineweb10B", "/fineweb", 4096, "sp4096")])
+def test_the_data_of_a_mistyped_folder_is_named(track, division, path, size, wanted):
+    about = json.loads((REPOSITORY / "records" / track / "track.json").read_text())["divisions"][division]
+    assert rescore.best_tokenizer(about, argparse.Namespace(data_path=path, vocab_size=size)) == wanted
 
 
 def test_an_artifact_that_is_too_large_ends_the_runs(root, monkeypatch):
