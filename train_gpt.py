@@ -4,10 +4,8 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
 
 Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
-Science comes first: Config, GPT, Muon, build_optimizers, TokenLoader, schedule, Trainer (a step),
-train (all steps). Then machinery: start_ranks, load_config, RunLog, Validation, quantize to
-load_weights (the artifact), checkpoints, export, run. In shapes, B is rows, T tokens, V vocabulary,
-D width, H query heads, K key/value heads, C head width. "Published": openai/parameter-golf.
+Science comes first, from Config to train; the rest is machinery. In shapes, B is rows, T tokens,
+V vocabulary, D width, H query heads, K key/value heads, C head width. "Published": parameter-golf.
 """
 import ctypes
 import difflib
@@ -722,6 +720,8 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
         torch.set_num_threads(max(1, int(count_cores() / local_size)))
+    torch.use_deterministic_algorithms(kind == "cpu")  # else, compiled sums have any order there
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost 2 % of the time
     if kind == "cpu":
         with suppress(AttributeError, TypeError):  # only glibc has it
             ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: memory is taken from the heap

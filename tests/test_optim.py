@@ -176,9 +176,30 @@ def test_gradients_are_clipped_to_the_global_norm_and_the_log_has_the_norm_befor
         torch.testing.assert_close(step_of(make_trainer(grad_clip_norm=clip)), wanted, rtol=1e-4, atol=1e-7)
 
 
+needs_compiler = pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
+                                    reason="there is no C++ compiler")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
-                    reason="there is no C++ compiler")
+@needs_compiler
+def test_compiled_steps_on_a_cpu_are_equal_bit_for_bit(monkeypatch):
+    """Inductor's own sums of the table's gradient are atomic additions of the threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    train_gpt.start_ranks(tiny_config())
+    grads, batch, trainer = set(), torch.randint(0, 260, (64, 33)), make_trainer(micro_batch_tokens=2048)
+    trainer.model.compile(dynamic=False, fullgraph=True)
+    for _ in range(4):
+        trainer.model.zero_grad()
+        trainer.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()).backward()
+        grads.add(trainer.model.tok_emb.weight.grad.numpy().tobytes())
+    torch.set_num_threads(threads)
+    assert len(grads) == 1
+
+
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize(("kind", "loops", "graphs"), [("1", 2, 2), ("blocks", 0, 2), ("blocks", 2, 3)])
 def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training(tmp_path, monkeypatch, kind, loops, graphs):
     """`blocks`: one graph for all blocks and one for the loss. Tiny validation texts need no graph without gradients."""
