@@ -198,7 +198,7 @@ def record_row(submission: dict, folder: str) -> list[str]:
     link = f"{name}, in git at {submission['commit']}" if "commit" in submission else f"[{name}]({folder}/{name})"
     bold = "**" if submission["is_best"] else ""
     return [f"{bold}{score(submission):.4f} ± {deviation(scores):.4f}{bold}", str(len(scores)), f"{submission['bytes_total']:,}",
-            submission["hardware"], against, submission["author"], link]
+            submission["hardware"].split(" in ")[0], against, submission["author"], link]  # without the type of the products
 
 
 def leaderboard(records: Path) -> str:
