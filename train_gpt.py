@@ -720,7 +720,7 @@ def start_ranks(config: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
         torch.set_num_threads(max(1, int(count_cores() / local_size)))
-    torch.use_deterministic_algorithms(kind == "cpu")  # else, compiled sums have any order there
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # sums in one order
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost 2 % of the time
     if kind == "cpu":
         with suppress(AttributeError, TypeError):  # only glibc has it
@@ -1191,7 +1191,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float) -> None:
         """Start the clock after `step` steps, which took `time_ms`; first, collect garbage."""
-        gc.collect()  # nothing else does: see `signals_kept`
+        gc.collect(1)  # of what is new; nothing else does: see `signals_kept`
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 

@@ -260,9 +260,9 @@ def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
 
 @pytest.fixture
 def rows_of_steps(monkeypatch):
-    """The rows that each step of the last run read. The clock of a run with a cap is uneven: about a second a step."""
+    """The rows that each step of the last run read; it learns nothing. The clock is uneven: about a second a step."""
     found, rows, trained = {}, [], []
-    read, batches, step = train_gpt.TokenLoader.read, train_gpt.TokenLoader.batches, train_gpt.Trainer.train_step
+    read, batches = train_gpt.TokenLoader.read, train_gpt.TokenLoader.batches
 
     def read_row(loader, start, count):
         rows.append(start // 32)
@@ -276,7 +276,7 @@ def rows_of_steps(monkeypatch):
 
     def train_step(*rest):
         trained.append(1)
-        return step(*rest)
+        return torch.ones(()), torch.ones(())
 
     monkeypatch.setattr(train_gpt.TokenLoader, "read", read_row)
     monkeypatch.setattr(train_gpt.TokenLoader, "batches", read_step)
