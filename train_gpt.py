@@ -3,7 +3,7 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help lists all variables
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
 
-Variables are NAME=value arguments, else of the environment, else lines of a file given as @FILE.
+Set NAME=value as an argument, in the environment or in a file @FILE; the first wins.
 Science comes first, from Config to train; the rest is machinery. In shapes, B is rows, T tokens,
 V vocabulary, D width, H query heads, K key/value heads, C head width. "Published": parameter-golf.
 """
@@ -44,10 +44,10 @@ HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
-STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # of job systems and terminals
+STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # from job systems and terminals
 CASE = {"\ue001", "\ue002", "\ue003"}  # CaseOps tokenizers' marks of capitals: no bytes
 SDPA = ("cudnn", "flash", "mem_efficient", "math")  # PyTorch's attention kernels
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of clusters, not misspelt
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of clusters, not mistyped
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -99,7 +99,7 @@ class Config:
     train_log_every: int = free(200, "log every N steps, and the first ten")
     # Model
     vocab_size: int = kept(1024, "tokens in the tokenizer's vocabulary", low=1)
-    vocab_pad: int = kept(1, "round the rows of the tables up to a multiple of N", low=1)
+    vocab_pad: int = kept(1, "round the number of the tables' rows up to a multiple of N", low=1)
     num_layers: int = kept(9, "blocks; the first half feeds skips to the second", low=1)
     model_dim: int = kept(512, "width of the residual stream", low=1)
     num_heads: int = kept(8, "query heads, which share MODEL_DIM", low=1)
@@ -113,39 +113,39 @@ class Config:
     init: str = var("baseline", "gpt2: all weights normal, std 0.02", "baseline|gpt2")
     mlp_slope: float = kept(0.0, "slope of the MLP's ReLU below 0, before the square")
     rope_dims: int = kept(0, "dimensions of a head that rotate; 0: all")
-    shift_keys: bool = kept(False, "shift a part of each key by one token")
+    shift_keys: bool = kept(False, "take a part of each key from the token before")
     exclusive_attn: bool = kept(False, "project a token's own value out of its output")
-    lanes: int = kept(0, "blocks at the end whose MLP has a residual stream of its own")
+    lanes: int = kept(0, "last blocks, whose MLPs have a residual stream of their own")
     num_loops: int = kept(0, "extra passes through blocks LOOP_START to LOOP_END; 0: none")
     loop_start: int = kept(0, "first repeated block, counted from 0")
     loop_end: int = kept(0, "last repeated block, counted from 0")
-    loop_at: float = free(0.35, "part of the run before NUM_LOOPS acts", high=0.99)
+    loop_at: float = free(0.35, "fraction of the run before NUM_LOOPS acts", high=0.99)
     smear: bool = kept(False, "add a learned share of the token before to each embedding")
     # Optimizers
-    optimizer: str = var("muon", "muon: for the blocks' matrices, else Adam", "muon|adamw")
+    optimizer: str = var("muon", "muon: for the blocks' matrices, Adam for the rest", "muon|adamw")
     adam_lr: float = var(3e-4, "learning rate of everything with OPTIMIZER=adamw")
     embed_lr: float = var(0.6, "learning rate of an untied embedding, with Muon")
     head_lr: float = var(0.008, "learning rate of an untied output head, with Muon")
     tied_embed_lr: float = var(0.03, "learning rate of a tied embedding, with Muon")
     matrix_lr: float = var(0.02, "learning rate of the blocks' matrices, with Muon")
-    scalar_lr: float = var(0.02, "learning rate of vectors and the like, with Muon")
+    scalar_lr: float = var(0.02, "learning rate of all other parameters, with Muon")
     muon_momentum: float = var(0.99, "Muon's momentum after its warm-up")
     muon_backend_steps: int = var(5, "Newton-Schulz steps of Muon")
-    muon_slow_at: float = var(0.0, "part of the run before slow momentum; 0: never", high=0.99)
+    muon_slow_at: float = var(0.0, "fraction of the run before slow momentum; 0: off", high=0.99)
     muon_row_norm: bool = var(False, "scale the rows of an update to norm 1, then orthogonalize")
     muon_momentum_warmup_start: float = var(0.92, "Muon's momentum at step 0")
     muon_momentum_warmup_steps: int = var(1500, "raise Muon's momentum over N steps")
     beta1: float = var(0.9, "Adam's decay of the first moment")
     beta2: float = var(0.95, "Adam's decay of the second moment")
     adam_eps: float = var(1e-8, "Adam's epsilon", low=1e-30)
-    fused: bool = free(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
+    fused: bool = var(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
     weight_decay: float = var(0.0, "decay of matrices and tables, times their rate")
     dropout: float = var(0.0, "share of the blocks' outputs to drop: for small texts", high=0.9)
     lr_schedule: str = var("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = var(0, "raise the learning rate over the first N steps")
     warmdown_fraction: float = var(0.0, "lower the rates in this last part of the run")
     min_lr: float = var(0.0, "learning rate at the end, as a fraction of the peak")
-    ema_decay: float = var(0.0, "decay of the average that the run ends with; 0: off", high=1)
+    ema_decay: float = var(0.0, "decay of the weights' average, the final model; 0: off", high=1)
     grad_clip_norm: float = var(0.0, "clip the gradients to this global norm; 0: off")
     # Checkpoints and export
     checkpoint_every: int = free(0, "save a checkpoint every N steps; 0: if stopped")
@@ -158,7 +158,7 @@ class Config:
     embed_bits: int = free(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
     export_clip: float = free(0.0, "clip rows at about N standard deviations; 0: not at all")
     gptq_batches: int = free(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    size_cap: int = free(0, "maximum bytes of code and artifact: raises EXPORT_CLIP; 0: no check")
+    size_cap: int = free(0, "maximum bytes of code and artifact: raises a set EXPORT_CLIP; 0: off")
 
     def __post_init__(self):
         for f in fields(self):
@@ -432,8 +432,7 @@ def orthogonalize(updates: Tensor, steps: int, compute=torch.bfloat16) -> Tensor
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum. Matrices of one shape form a bank, whose memories (N, rows, columns)
-    are state of its first matrix. State is whole on every rank; orthogonalizing is split."""
+    """Orthogonalized momentum of banks: matrices of one shape, whose state is that of the first."""
     def __init__(self, groups: list[dict], config: Config, ranks: Ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -479,8 +478,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model: GPT, config: Config, ranks: Ranks) -> list[torch.optim.Optimizer]:
-    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101). Put others before the
-    last, whose rate is logged. A group needs what these have; `train_step` sets its rates."""
+    """Adam, with Muon for the blocks' matrices, or AdamW (arXiv:1711.05101); the last is logged."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -560,8 +558,7 @@ class TokenLoader:
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config: Config, step: int, elapsed_ms: float) -> tuple[float, ...]:
-    """Factor of the rates; Muon's momentum, `fast` and `slow`, after `step` steps. A new schedule
-    is a choice of LR_SCHEDULE and a branch for `shape`, from 1 to 0, where `done` is 1."""
+    """Factor of the rates; Muon's momentum, `fast` and `slow`, after `step` steps."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -617,10 +614,10 @@ class Trainer:
             losses += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-        if config.grad_clip_norm > 0:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), config.grad_clip_norm, norm)
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in params])
+        if config.grad_clip_norm > 0:  # and do not spread a NaN, which `scaler` skips
+            nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm.nan_to_num(math.inf))
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
             optimizer.zero_grad()
@@ -696,13 +693,13 @@ def find_ranks() -> list[int]:
                 "are not all set: start with torchrun, or put tools/ranks.sh before python")
     return [0, 1, 0, 1]
 
-def count_cores() -> float:
-    """PyTorch's number of threads, or a container's quota of CPUs by Linux's cgroup v2 or v1."""
+def count_cores(here: int) -> float:
+    """The cores `here`, or a container's quota of CPUs by Linux's cgroup v2 or v1, if less."""
     names = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")  # v2: both in one file
     paths = [Path("/sys/fs/cgroup", name) for name in names]
     words = " ".join(path.read_text() for path in paths if path.exists()).split()  # quota, period
     quota = int(words[0]) / int(words[1]) if words and words[0].isdigit() else math.inf  # else none
-    return min(torch.get_num_threads(), quota)
+    return min(here, quota)
 
 def start_ranks(config: Config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
@@ -718,8 +715,8 @@ def start_ranks(config: Config) -> Ranks:
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
-        torch.set_num_threads(max(1, int(count_cores() / local_size)))
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a machine or container
+        torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
     torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # sums in one order
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost 2 % of the time
     if kind == "cpu":
@@ -1216,7 +1213,8 @@ class Clock:
         now = time.monotonic()
         first, received = self.signals[0] if self.signals else (number, now)
         if signal.SIGINT in (first, number) and now > received + 1:  # sooner: torchrun's SIGTERM
-            os._exit(128 + number)  # sys.exit would wait for ranks
+            leave = sys.exit if self.ranks.world_size == 1 else os._exit  # which waits for none
+            leave(128 + number)
         if not self.signals and self.ranks.rank == 0:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
@@ -1281,11 +1279,12 @@ def export(trainer: Trainer, loader: TokenLoader, validation: Validation, log: R
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
                  f"step:{clock.step}/{config.iterations}")
     if ranks.device.type == "cuda":
-        log.line(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB")
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         if ranks.device.type == "cuda" and ranks.world_size > 1:
-            torch.set_num_threads(os.cpu_count())  # torchrun sets 1: peers in NCCL could time out
+            torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun sets 1: peers time out
         data, about = pack(state, config, known)
         most = 2 * config.export_clip  # a limit: other ranks wait
         while 0 < config.size_cap < len(data) + code and config.export_clip < most:
@@ -1304,7 +1303,7 @@ Total submission size int8+zlib: {total_bytes} bytes""",
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
         if 0 < config.size_cap < len(data) + code:
-            log.line(f"WARNING: above SIZE_CAP={config.size_cap}; lower EXPORT_BITS")
+            log.line(f"WARNING: above SIZE_CAP={config.size_cap}; use EXPORT_CLIP or EXPORT_BITS")
         load_weights(trainer.model, path)
     for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
         dist.broadcast(p.data, 0)  # the other ranks may not see the file
@@ -1388,9 +1387,10 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
 
 def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> None:
-    """Compile. If that fails, warn if `is_optional`, else raise ValueError. Collective."""
+    """Compile. If it fails, raise ValueError; on CPUs, warn if it `is_optional`. Collective."""
     config, model, failure = trainer.config, trainer.model, ""
     torch.compiler.set_stance("default")  # an earlier run of this process may have failed
+    torch.compiler.reset()  # or compiled many shapes; there is a limit
     for part in [model] if config.compile == "1" else model.blocks:
         part.compile(dynamic=False, fullgraph=True)
     if config.compile == "blocks":
@@ -1404,7 +1404,7 @@ def compile_model(trainer: Trainer, loader: TokenLoader, is_optional: bool) -> N
     model.zero_grad()
     if any(trainer.ranks.max(bool(failure))):
         failure = f"COMPILE={config.compile} failed: {failure or 'in another rank'}"
-        require(is_optional or trainer.clock.signals,  # Ctrl-C stops g++, too
+        require(is_optional and config.device == "cpu" or trainer.clock.signals,  # Ctrl-C ends g++
                 f"{failure}; set COMPILE=0, CXX or TORCHINDUCTOR_CACHE_DIR")
         print(f"warning: {failure}; going on uncompiled; COMPILE=0 plans for that", file=sys.stderr)
         torch.compiler.set_stance("force_eager")

@@ -191,6 +191,7 @@ def main():
     train_gpt.TokenLoader.batches = count_waits(train_gpt.TokenLoader.batches)
     for owner, name, value in [*card.patches(), (os, "_exit", end)]:  # a run of several ranks ends with the latter
         setattr(owner, name, value)
+    os.sched_getaffinity = lambda process: {0}  # macOS has none
     torch.autograd.set_multithreading_enabled(False)  # a CPU build has no thread for a GPU's gradients
     with card:
         end(train_gpt.main())

@@ -9,7 +9,7 @@ import sys
 
 import bench
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_script
 
 TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 "
         "COMPILE=0 DEVICE=cpu")
@@ -30,7 +30,7 @@ def test_quantities_are_computed_from_console_and_events():
              (1.1, "val_loader:shards pattern=../data/*_val_*.bin tokens:5000"),
              (4.7, "step:1/4 train_loss:6.9"),
              (9.5, "step:4/4 val_loss:6.9 val_bpb:4.1"),
-             (9.8, "peak memory allocated: 12 MiB"),
+             (9.8, "peak memory allocated: 12 MiB reserved: 20 MiB"),
              (12.0, "final_int8_zlib_roundtrip val_loss:6.9 val_bpb:4.1 eval_time:2000ms"),
              (12.0, "final_int8_zlib_roundtrip_exact val_loss:6.9 val_bpb:4.1")]
     wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0, "artifact_bytes": 99}
@@ -53,6 +53,13 @@ def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
 |---|---|
 | export, s | 1.50 (0.90 to 1.60) |
 """
+
+
+@pytest.mark.parametrize("words, message", [
+    (["NUM_LAYER=4"], "bench.py: NUM_LAYER=.*did you mean NUM_LAYERS"), (["--with", "ATTN"], "bench.py: 'ATTN' is not VARIABLE=value")])
+def test_mistakes_are_named(words, message, monkeypatch):
+    with pytest.raises(SystemExit, match=message):
+        run_script(monkeypatch, bench, "cpu-small", *words)
 
 
 def test_every_configuration_is_one_of_the_trainers():

@@ -141,14 +141,14 @@ def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, cap
     for cap, warns in ((size, False), (size - 1, True)):
         capsys.readouterr()
         run_here(monkeypatch, tmp_path, *words, f"SIZE_CAP={cap}")
-        assert (f"WARNING: above SIZE_CAP={cap}; lower EXPORT_BITS" in capsys.readouterr().out) == warns
+        assert (f"WARNING: above SIZE_CAP={cap}; use EXPORT_CLIP or EXPORT_BITS" in capsys.readouterr().out) == warns
     coarse = [*words, "EXPORT_CLIP=4", "INT8_KEEP_FLOAT_MAX_NUMEL=100"]
     run_here(monkeypatch, tmp_path, *coarse)
     cap = artifact.stat().st_size + code - 500
     run_here(monkeypatch, tmp_path, *coarse, f"SIZE_CAP={cap}")  # EXPORT_CLIP rises until it fits
     out = capsys.readouterr().out
     assert artifact.stat().st_size + code <= cap
-    assert "WARNING: above SIZE_CAP with EXPORT_CLIP=4; raising it" in out and "; lower EXPORT_BITS" not in out
+    assert "WARNING: above SIZE_CAP with EXPORT_CLIP=4; raising it" in out and "; use EXPORT_CLIP or EXPORT_BITS" not in out
 
 
 def test_weights_that_are_only_exported_can_be_calibrated(tmp_path, monkeypatch):

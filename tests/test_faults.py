@@ -270,15 +270,16 @@ def test_a_signal_in_a_validation_ends_the_run_before_the_next_step(tmp_path, mo
     assert (log[-1]["event"] == "export") == (step == 9) and (step < 9 or artifacts(tmp_path) == artifacts(whole))
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("signals, codes", [
     ([(signal.SIGINT, 0), (signal.SIGINT, 0.9), (signal.SIGINT, 1.1)], [130]),
     ([(signal.SIGINT, 0), (signal.SIGTERM, 2)], [143]),  # torchrun's for the second Ctrl-C
     ([(signal.SIGTERM, 0), (signal.SIGTERM, 2)], []),
     ([(signal.SIGTERM, 0), (signal.SIGINT, 2)], [130])])
-def test_a_second_ctrl_c_ends_at_once(monkeypatch, capfd, signals, codes):
-    """But not within a second of the first one, since launchers repeat signals."""
-    clock, exits = train_gpt.Clock(tiny_config(), one_process()), []
-    monkeypatch.setattr(os, "_exit", exits.append)
+def test_a_second_ctrl_c_ends_at_once(monkeypatch, capfd, signals, codes, size):
+    """But not within a second of the first one, since launchers repeat signals. Alone, it ends as Python does: a notebook goes on."""
+    clock, exits = train_gpt.Clock(tiny_config(), train_gpt.Ranks(0, size, torch.device("cpu"))), []
+    monkeypatch.setattr(*((sys, "exit") if size == 1 else (os, "_exit")), exits.append)
     for number, now in signals:
         assert not exits
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
@@ -349,6 +350,14 @@ def test_float16_skips_a_step_that_overflows_and_its_log_is_strict_json(tmp_path
     tiny_run(monkeypatch, tmp_path, data, DTYPE="float16", MICRO_BATCH_TOKENS=128, WARMUP_STEPS=0)
     log = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "logs" / "run.jsonl").read_text().splitlines()]
     assert [e["step"] for e in log if e["event"] == "train" and e["grad_norm"] is None] == [3] and log[-1]["event"] == "final"
+
+
+def test_float16_keeps_a_nan_in_its_own_tensor():
+    """Clipping multiplies all gradients by one number, and the scaler skips only optimizers whose own are not finite."""
+    trainer = train_gpt.Trainer(tiny_config(dtype="float16", grad_clip_norm=1.0), one_process())
+    trainer.model.tok_emb.weight.register_hook(lambda grad: grad * float("nan"))
+    _, norm = trainer.train_step([tuple(torch.randint(260, (2, 4, 32)))])
+    assert norm.isnan() and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def test_float16_that_overflows_in_every_step_stops_the_run(tmp_path, monkeypatch, data):
@@ -441,6 +450,15 @@ def test_a_run_puts_back_what_it_changes_in_its_process(tmp_path, monkeypatch, d
         patch.setattr(train_gpt, "train", Mock(side_effect=RuntimeError("a bug")))
         train_gpt.run(*arguments)
     assert process() == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux compiles by default")
+def test_a_notebook_may_train_many_models(tmp_path, monkeypatch, data):
+    """PyTorch limits how often a process compiles a function, and all models share theirs."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in (32, 64, 96):
+            tiny_run(monkeypatch, tmp_path / str(width), data, COMPILE=1, MODEL_DIM=width, ITERATIONS=2)
 
 
 @pytest.mark.parametrize("error, ends, says", [

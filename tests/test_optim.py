@@ -329,7 +329,7 @@ def test_while_ranks_wait_the_first_rounds_with_all_cores(tmp_path, monkeypatch)
     trainer = TimedTrainer(ranks, None, out_dir=".")
     validation = types.SimpleNamespace(score=lambda model: {"val_loss": 1.0, "val_bpb": 1.0}, label="")
     monkeypatch.setattr(train_gpt, "pack", lambda *arguments: (threads.append(torch.get_num_threads()), pack(*arguments))[1])
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5}, raising=False)  # a job's share
     monkeypatch.setattr(train_gpt.dist, "broadcast", lambda tensor, rank: None)
     before = torch.get_num_threads()
     try:
