@@ -20,13 +20,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from common import (  # noqa: E402
-    ROOT, deviation, hardware, has_finished, launcher, load_json, measure_rate, pairs_of, require_packages, score, table,
+    ROOT, describe_machine, deviation, has_finished, launcher, load_json, pairs_of, require_packages, score, table,
 )
 
 import train_gpt  # after common, which finds it  # noqa: E402
@@ -34,11 +35,11 @@ from events import RULE, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
 from rescore import data_command, read_data  # noqa: E402
 from rules import (  # noqa: E402
-    FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, script_line,
+    FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, read_submissions, script_line,
 )
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
-RENAMED = {"MUON_POLAR": "MUON_ROW_NORM", "EXPORT_CODER": "", "EMBED_FLOAT32": ""}  # of older records; "": the trainer chooses
+GONE = {"EMBED_FLOAT32"}  # settings of older records that the trainer now chooses
 STOPPED = "make.py: stopped; the same command keeps finished seeds and trains this one anew: a resumed run is no record"
 KINDS = {"CPU, bfloat16": " (by default with AVX512-BF16 or AMX)", "CPU, float32": " (by default without AVX512-BF16 and AMX)"}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
@@ -53,8 +54,7 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
     settings = {}
     if options.base:
         submission = load_json(ROOT / "records" / options.base / "submission.json")
-        settings = {RENAMED.get(name, name): str(value) for name, value in submission["settings"].items()}
-        settings = {name: os.environ.get(name, value) for name, value in settings.items() if name}
+        settings = {name: os.environ.get(name, str(value)) for name, value in submission["settings"].items() if name not in GONE}
     given, tokenizer = {}, ""
     for word in sorted(options.settings, key=lambda word: not word.startswith("@")):  # arguments win over files
         text = Path(word[1:]).read_text(encoding="utf-8") if word.startswith("@") else word
@@ -116,7 +116,11 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[int])
         if has_finished(ROOT, run_id, given, options.ranks):
             print(f"{run_id} has already finished", flush=True)
         else:
-            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished or another run
+            log = ROOT / "logs" / f"{run_id}.jsonl"
+            has_ended = not log.exists() or '"event": "final"' in log.read_text(encoding="utf-8")
+            if has_ended and (ROOT / given["OUT_DIR"] / train_gpt.MODEL_FILE).exists():  # perhaps the only one of a record
+                raise ValueError(f"logs/{run_id} has the model of another run: move it, or choose another --name")
+            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished run
             arguments = [f"{name}={text}" for name, text in given.items()]
             if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
                 sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
@@ -170,9 +174,8 @@ def package(options, folder: Path, run_ids: list[str]) -> None:
     """Make the record folder of finished runs, or leave nothing behind. Raises ValueError with the reasons for which the logs
     would be refused."""
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
-    machine = hardware(start["world_size"] if start["config"]["DEVICE"] == "cuda" else 0)
     authored = {key: getattr(options, key, "") for key in AUTHORED}
-    authored |= {"hardware": f"{machine}, {measure_rate(start)}", "date": folder.name.split("_")[0],
+    authored |= {"hardware": describe_machine(start), "date": folder.name.split("_")[0],
                  "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     folder.mkdir()
     try:
@@ -206,7 +209,7 @@ def leaderboard(records: Path) -> str:
     lines = []
     for path in sorted(records.glob("track_*/track.json")):
         track, folder = load_track(path), path.parent
-        submissions = [load_json(path) for path in folder.glob("*/submission.json")]
+        submissions = read_submissions(folder)
         submissions += [line for line in read_history(records) if line["track"] == folder.name]
         lines += [f"### [{track['title']}]({folder.name})", ""]
         if not submissions:
@@ -242,7 +245,7 @@ def main() -> None:
     parser.add_argument("--seeds", default=[1337, 1338, 1339], type=lambda text: [int(seed) for seed in text.split(",")],
                         help="numbers, separated by commas (default: 1337,1338,1339)")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes, started by torchrun")
-    parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs, and train nothing")
+    parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs of this machine")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="write its submission.json, texts and curve.png again")
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py, and @FILE with such lines")
     options = parser.parse_intermixed_args()  # settings before and after options
@@ -264,7 +267,8 @@ def main() -> None:
             run_ids = options.runs.split(",")
             if not options.runs:
                 settings = plan_settings(options, folder)
-                check_plan(options, folder, settings, options.seeds)
+                with chdir(ROOT):  # to which the paths in the settings are relative
+                    check_plan(options, folder, settings, options.seeds)
                 run_ids = run_seeds(options, folder, settings, options.seeds)
             package(options, folder, run_ids)
     except (ValueError, OSError, LookupError) as error:

@@ -6,6 +6,7 @@ They catch mistakes. They do not catch lies: a person reads a record's script be
 import json
 import math
 import re
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,8 @@ FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 HICCUP_S = 1  # a run may pass its cap by an average step and this much
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
                             "data_sha256", "gpu")
+NEEDED_BY_OTHERS = {"track", "division", "machine", "date", "name", "author", "hardware", "val_bpb", "seed_results", "bytes_total",
+                    "against_incumbent", "is_best"}
 
 
 class Findings(list):
@@ -98,7 +101,9 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
     """Return the seeds of a record folder, each as summarize gives it, with the division's "table"
     for its tokenizer, and "val_bpb_original", bits per byte of the original text (None if not known)."""
     script = folder / "train_gpt.py"
-    if not findings.check(script.is_file(), "train_gpt.py is missing"):
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]  # make.py --again would write where they lead
+    findings.check(not links, f"{', '.join(links)} must be files, not links")
+    if links or not findings.check(script.is_file(), "train_gpt.py is missing"):
         return []
     source = script.read_text(encoding="utf-8")
     logs = sorted(folder.glob("train_seed*.log"))
@@ -199,6 +204,15 @@ def read_history(records: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
+def read_submissions(track: Path) -> list[dict]:
+    """Return the submission.json of each record in a track's folder, but not of damaged ones: verify.py refuses these alone."""
+    found = []
+    for path in track.glob("*/submission.json"):
+        with suppress(ValueError):
+            found.append(load_json(path))
+    return [submission for submission in found if isinstance(submission, dict) and NEEDED_BY_OTHERS <= submission.keys()]
+
+
 def place_of(submission: dict) -> str:
     """Return TRACK/DATE_NAME of a record."""
     return f"{submission['track']}/{submission['date']}_{submission['name']}"
@@ -215,7 +229,7 @@ def best_before(folder: Path, submission: dict, machine: str) -> dict | None:
     def order(record: dict) -> tuple:
         return record["date"], record.get("submitted", ""), record["name"]
 
-    others = [load_json(path) for path in folder.parent.glob("*/submission.json")] + read_history(folder.parent.parent)
+    others = read_submissions(folder.parent) + read_history(folder.parent.parent)
     ours = kind_of({**submission, "machine": machine})
     rivals = [other for other in others if kind_of(other) == ours and order(other) < order(submission)]
     return min(rivals, key=lambda other: (score(other), order(other)), default=None)

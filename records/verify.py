@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
     options = parser.parse_args()
     require_packages()
-    folders = options.folders or sorted(path.parent for path in (ROOT / "records").glob("track_*/*/submission.json"))
+    folders = options.folders or sorted(path for path in (ROOT / "records").glob("track_*/*") if path.is_dir())
     accepted = [report(folder.resolve(), options.rerun) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -112,6 +113,10 @@ def test_a_picture_has_the_name_of_the_run_or_the_format_of_its_ending(tmp_path,
                               ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
         run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
+    (tmp_path / "submission.json").touch()  # a record's folder has no room for it
+    monkeypatch.chdir(tmp_path)
+    run_script(monkeypatch, plot, *runs)
+    assert capsys.readouterr().out == "logs/compared.png\n" and (tmp_path / "logs" / "compared.png").exists()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match=f"run: {events.interpreter()} -m pip install matplotlib"):
         run_script(monkeypatch, plot, *runs)
@@ -243,11 +248,34 @@ def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
     assert not common.has_finished(tmp_path, "run", settings, 2)
     assert not common.has_finished(tmp_path, "other", settings, 1)
     log = tmp_path / "logs" / "run.jsonl"
-    for path, other in ((log, log.read_text()[:-30]), (log, ""), (tmp_path / "train_gpt.py", "another script")):
+    infinite = re.sub('("final".*"val_bpb": )[^,]*', r"\1null", log.read_text())
+    for path, other in ((log, log.read_text()[:-30]), (log, ""), (log, infinite), (tmp_path / "train_gpt.py", "another script")):
         text = path.read_text()
         path.write_text(other)
         assert not common.has_finished(tmp_path, "run", settings, 1)
         path.write_text(text)
+    more = tiny_arguments("tiny", RUN_ID="more", OUT_DIR="logs/more", INIT_FROM="run")
+    run_here(monkeypatch, tmp_path, *more)
+    assert common.has_finished(tmp_path, "more", common.pairs_of(more), 1)
+
+
+def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, monkeypatch):
+    path = write_log(tmp_path / "run.jsonl")
+    lines = path.read_text()
+    for old, new, said in (('"val_bpb": [^,}]*', '"val_bpb": null', "final score is not finite"),
+                           ('"config": {', '"config": {"SIZE_CAP": 1, ', "bytes of model and code, more than SIZE_CAP=1")):
+        path.write_text("\n".join(re.sub(old, new, line) if '"final"' in line or "SIZE" in new else line
+                                  for line in lines.splitlines()))
+        run_script(monkeypatch, events, path)
+        assert said in capsys.readouterr().out
+
+
+def test_a_machine_without_the_gpu_of_a_run_is_not_measured(monkeypatch):
+    monkeypatch.setattr(common, "measure_rate", lambda start: "9 TFLOP/s")
+    monkeypatch.setattr(common, "gpu_names", lambda: ["NVIDIA L4"])
+    assert common.describe_machine({"gpu": "NVIDIA H100", "world_size": 8}) == "8x NVIDIA H100"
+    assert common.describe_machine({"gpu": "NVIDIA L4", "world_size": 1}) == "1x NVIDIA L4, 9 TFLOP/s"
+    assert re.fullmatch(r"\d+ cores of .*, 9 TFLOP/s", common.describe_machine({"gpu": "", "world_size": 1}))
 
 
 def test_the_test_of_significance_is_welchs():

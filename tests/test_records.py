@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import make
 import pytest
@@ -103,6 +104,7 @@ def pin(folder: Path, **values) -> None:
 MISTAKES = {
     "part of the validation text": (lambda f: setting(f, "VAL_TOKENS", "64"), "VAL_TOKENS scores a part"),
     "a resumed run": (lambda f: change(f, "train", event="resume"), "a record is one run from its first step to its end"),
+    "a link": (lambda f: ((f / "curve.png").unlink(), (f / "curve.png").symlink_to("README.md")), "curve.png must be files, not links"),
     "a loss that is not finite": (lambda f: change(f, "train", train_loss=None), "train_seed2: a loss is not finite"),
     "an unfinished run": (lambda f: change(f, "final", event="other"), "train_seed2: a log is missing, unfinished or damaged"),
     "a log that is missing": (lambda f: (f / "train_seed2.jsonl").unlink(), "train_seed2: a log is missing, unfinished or damaged"),
@@ -164,6 +166,18 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
     (records / "submission.json").write_text("{,}")
     with pytest.raises(ValueError, match="submission.json is not JSON"):
         verify.verify_record(records)
+
+
+def test_damaged_neighbours_are_refused_alone(records, monkeypatch, capsys):
+    half = shutil.copytree(records, records.with_name("2026-01-02_Half")) / "submission.json"
+    half.write_text(json.dumps({name: value for name, value in claims(records).items() if name != "machine"}))
+    records.with_name("2026-01-03_Empty").mkdir()
+    monkeypatch.setattr(verify, "ROOT", records.parents[2])
+    with pytest.raises(SystemExit, match="^1$"):
+        run_script(monkeypatch, verify)
+    assert re.findall(r"_(\w+): (\w+)", capsys.readouterr().out) == [
+        ("Half", "refused"), ("Empty", "refused"), ("Control", "accepted"), ("Slow", "accepted")]
+    assert make.leaderboard(records.parents[1]).count("[20") == 2
 
 
 @pytest.mark.parametrize("difference, p, wanted", [
@@ -260,6 +274,30 @@ def test_an_artifact_that_is_too_large_ends_the_runs(root, monkeypatch):
     monkeypatch.setattr(make, "load_track", lambda folder: {"max_bytes": 1000})
     with pytest.raises(ValueError, match=r"Control_seed1 has [\d,]+ bytes, more than 1,000; raise EXPORT_CLIP"):
         make.run_seeds(argparse.Namespace(name="Control", ranks=1), root, {}, [1, 2])
+
+
+def test_the_model_of_another_run_is_not_deleted(root, monkeypatch):
+    model = root / "logs" / "Control_seed1" / train_gpt.MODEL_FILE
+    options = argparse.Namespace(name="Control", ranks=1)
+    with pytest.raises(ValueError, match="logs/Control_seed1 has the model of another run: move it, or choose another --name"):
+        make.run_seeds(options, root / "records" / "track_tiny" / "New", {"MATRIX_LR": "0.3"}, [1])
+    assert model.exists()
+    monkeypatch.setattr(make, "run_seed", Mock(return_value=1))
+    shutil.copytree(model.parent, root / "logs" / "Stopped_seed1")  # in its export
+    (root / "logs" / "Stopped_seed1.jsonl").write_text('{"event": "export"}\n')
+    with pytest.raises(SystemExit, match="Stopped_seed1 ended with status 1"):
+        make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
+    assert not (root / "logs" / "Stopped_seed1").exists()
+
+
+def test_paths_are_relative_to_the_repository(root, monkeypatch, tmp_path):
+    data = shutil.copytree(root / "tiny", root / "kept")
+    (data / "manifest.json").write_text(json.dumps({"tokenizer": {"name": "byte260", "vocab_size": 260}}))
+    monkeypatch.setattr(make, "run_seeds", Mock(side_effect=ValueError("now they train")))
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in tiny_arguments("kept", **CAP) if not word.startswith(("TOKENIZER_PATH=", "VOCAB_SIZE="))]
+    given = ["--track", "track_tiny", "--division", "tiny", "--name", "New"]
+    assert run_make(monkeypatch, *given, *words) == "make.py: now they train"
 
 
 def test_the_open_track_needs_a_name_of_the_data_and_notes_are_kept(root, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from events import interpreter, read_events  # noqa: E402
+from events import given_settings, interpreter, read_events  # noqa: E402
 
 
 def require_packages() -> None:
@@ -51,20 +52,21 @@ def launcher(ranks: int) -> list[str]:
     """Return the command that starts a Python script with this many processes on this machine."""
     if ranks == 1:
         return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={ranks}"]
 
 
 def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> bool:
     """Whether logs/RUN_ID.jsonl of the checkout `root` is a whole run of its script with these settings, ranks and data, and
     this PyTorch."""
+    from train_gpt import load_config
     try:
         events = read_events(root / "logs" / f"{run_id}.jsonl")
-        logged = {name: text for name, (text, origin) in events[0]["overrides"].items()
-                  if origin in ("argument", "environment")}  # others come from the artifact INIT_FROM
-        wanted = {**{name: os.environ[name] for name in events[0]["config"] if name in os.environ}, **settings}
+        with chdir(root):  # where INIT_FROM=RUN_ID is looked up
+            _, overrides = load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+        is_same = given_settings(events[0]) == given_settings({"overrides": overrides})
         script = (root / "train_gpt.py").read_text(encoding="utf-8")
         log = (root / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")
-        is_same = log.startswith(script + "\n=") and events[0]["world_size"] == ranks
+        is_same = is_same and log.startswith(script + "\n=") and events[0]["world_size"] == ranks
         is_same = is_same and events[0]["torch"].split("+")[0] == version("torch").split("+")[0]
         manifest = root / events[0]["config"]["DATA_PATH"] / "manifest.json"
         if manifest.exists():  # the text of another day may have the same name
@@ -73,7 +75,7 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
             is_same = is_same and events[0]["data_sha256"] == digests
     except (OSError, ValueError, LookupError):  # no log, or a power failure truncated it
         return False
-    return is_same and logged == wanted and any(event["event"] == "final" for event in events)
+    return is_same and any(event["event"] == "final" and event["val_bpb"] is not None for event in events)
 
 
 # ---- The machine ---------------------------------------------------------------------------------------
@@ -91,13 +93,15 @@ def gpu_names() -> list[str]:
 
 
 def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use: at most its container's quota."""
+    from train_gpt import count_cores
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(count_cores(here)))
 
 
-def hardware(most_gpus: int | None = None) -> str:
-    """Return the name of the machine: its GPUs, at most `most_gpus`, if it has some, else its CPU and cores."""
-    if names := gpu_names()[:most_gpus]:
+def hardware(uses_gpus: bool = True) -> str:
+    """Return the name of the machine: its GPUs, if it has some and they are used, else its CPU and cores."""
+    if uses_gpus and (names := gpu_names()):
         return f"{len(names)}x {names[0]}"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -120,6 +124,14 @@ def measure_rate(start: dict) -> str:
         float((a @ b)[0, 0])  # waits for the device
         fastest = min(fastest, time.perf_counter() - started)
     return f"{2 * 4096 * width * 4 * width / fastest / 1e12:.2g} TFLOP/s in {config['DTYPE']} at width {width}"
+
+
+def describe_machine(start: dict) -> str:
+    """Return the name and the speed of this machine for a run, from its "config" event; if it ran on another GPU, the name."""
+    gpu = start.get("gpu")
+    name = f"{start['world_size']}x {gpu}" if gpu else hardware(uses_gpus=False)
+    is_here = not gpu or gpu.startswith(tuple(gpu_names()))  # MIG adds to the name
+    return f"{name}, {measure_rate(start)}" if is_here else name
 
 
 # ---- Tables and statistics -----------------------------------------------------------------------------

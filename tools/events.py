@@ -55,6 +55,12 @@ def read_events(path: Path) -> list[dict]:
     return events
 
 
+def given_settings(start: dict) -> dict[str, str]:
+    """Return the settings in a "config" event that were arguments or in the environment: not those of files or of a model."""
+    overrides = start.get("overrides", {})
+    return {name: text for name, (text, origin) in overrides.items() if origin in ("argument", "environment")}
+
+
 def resume_step(events: list[dict]) -> int:
     """Return the step at which a log was resumed, or 0."""
     return next((event["step"] for event in events if event["event"] == "resume"), 0)
@@ -127,9 +133,9 @@ def next_steps(run: str, start: dict, steps: int) -> list[str]:
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     data = start["config"]["DATA_PATH"]
     if steps and "quick" in presets:
-        own = {name: text for name, (text, origin) in start["overrides"].items() if origin in ("argument", "environment")}
-        words = [f"{name}={text}" for name, text in own.items() if name not in {*MAY_DIFFER_BETWEEN_SEEDS, "VAL_LOSS_EVERY"}]
-        words = [word for word in words if not word.startswith("ITERATIONS=")] + [f"ITERATIONS={steps}"]
+        left_out = {*MAY_DIFFER_BETWEEN_SEEDS, "VAL_LOSS_EVERY", "ITERATIONS"}
+        words = [f"{name}={text}" for name, text in given_settings(start).items() if name not in left_out]
+        words.append(f"ITERATIONS={steps}")
         more = f"./run.sh {shlex.join(words)}    # only as long as it improved"
     elif not Path(data).name.startswith(("sotu", "fineweb")):  # it is the user's own text
         more = f"{python} train_gpt.py --help    # every setting"
@@ -147,14 +153,18 @@ def summarize(log: Path) -> str:
     if "final" not in latest:
         return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
     final, export = latest["final"], latest.get("export")
+    if final["val_bpb"] is None:
+        return f"{log}: the final score is not finite"
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
+    size, cap = export["artifact_bytes"] + export["code_bytes"], latest["config"]["config"].get("SIZE_CAP", 0)
+    too_large = f", more than SIZE_CAP={cap:,}" if 0 < cap < size else ""
     history = read_history(log)
     warning, steps = warn_of_overfitting(history)
     commands = "\n          ".join(next_steps(log.stem, latest["config"], steps))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{export['artifact_bytes'] + export['code_bytes']:,} bytes of model and code{name_best(history)}{warning}
+{size:,} bytes of model and code{too_large}{name_best(history)}{warning}
 log       {log}; {log.with_suffix('.txt')} also has the script
 model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
 next      {commands}"""
@@ -170,7 +180,7 @@ def main() -> None:
         sys.exit(f"events.py: {error}")
     try:
         print(summarize(log))
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         sys.exit(f"events.py: {log} is no log of a run: {error!r}")
 
 

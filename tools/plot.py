@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, interpreter, read_history, warn_of_overfitting
+from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, given_settings, interpreter, read_history, warn_of_overfitting
 
 # Runs that differ only in these settings are seeds of one group.
 SAME_GROUP = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
@@ -64,12 +64,6 @@ def read_run(name: str) -> Run:
     return Run(name, record, events[0]["config"], score, events)
 
 
-def given_settings(run: Run) -> list[str]:
-    """Return the names of the settings that were arguments or in the environment."""
-    overrides = run.events[0].get("overrides", {})
-    return [name for name, (_, origin) in overrides.items() if origin in ("argument", "environment")]
-
-
 def presets_of(run: Run) -> tuple[str, ...]:
     """Return the names of the files that settings came from."""
     origins = {origin for _, origin in run.events[0].get("overrides", {}).values()}
@@ -82,7 +76,7 @@ def describe(run: Run, differing: list[str]) -> str:
     if run.record:
         return run.record
     words = [f"preset {name}" for name in presets_of(run)]
-    for name in differing or dict.fromkeys(["DATA_PATH", *given_settings(run)]):
+    for name in differing or dict.fromkeys(["DATA_PATH", *given_settings(run.events[0])]):
         value = run.settings.get(name)
         if name not in UNNAMED and value is not None:
             words.append(Path(value).name if name == "DATA_PATH" else f"{name}={value}")
@@ -102,7 +96,7 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
     firsts = [members[0] for members in by_key.values()]
     names = sorted({name for run in firsts for name in run.settings} - UNNAMED)
     differing = [name for name in names if len({str(run.settings.get(name)) for run in firsts}) > 1]
-    by_hand = {name for run in firsts for name in given_settings(run)}
+    by_hand = {name for run in firsts for name in given_settings(run.events[0])}
     differing.sort(key=lambda name: name not in by_hand)  # a long label is cut at its end
     if len(set(map(presets_of, firsts))) > 1:  # whose names stand for their settings
         differing = [name for name in differing if name in by_hand]
@@ -243,7 +237,11 @@ def main() -> None:
     try:
         paths = [find_log(name) for name in options.runs or [""]]
         groups = groups_of([read_run(str(path)) for path in paths])
-        out = options.out or (paths[0].with_suffix(".png") if len(paths) == 1 else paths[0].with_name("compared.png"))
+        folder = paths[0].parent
+        if (folder / "submission.json").exists() and not options.out:  # a record has no room for it
+            folder = Path("logs")
+            folder.mkdir(exist_ok=True)
+        out = options.out or folder / (f"{paths[0].stem}.png" if len(paths) == 1 else "compared.png")
         draw(groups, out)
         print(out)
     except ImportError as error:
