@@ -106,7 +106,7 @@ if [ -e "${data:-.}/manifest.json" ]; then
   tokens=$(.venv/bin/python -c 'import json, sys; print(int(json.load(open(sys.argv[1]))["splits"]["train"]["tokens"]))' \
     "$data/manifest.json" 2> /dev/null || echo "$MANY_TOKENS")
 fi
-if [[ -z $preset && ( $gpus -eq 0 || ( $tokens -lt $MANY_TOKENS && $given${INIT_FROM-} != *" INIT_FROM="* ) ) ]]; then
+if [[ -z $preset && ( $gpus -eq 0 || ( $tokens -lt $MANY_TOKENS && $given${INIT_FROM:+ INIT_FROM=} != *" INIT_FROM="* ) ) ]]; then
   use_preset quick
   gpus=$((gpus > 0))  # one is enough
   [ ! -e data/datasets/fineweb10B_sp1024 ] || tokenizer=sp1024  # FineWeb is there

@@ -52,7 +52,6 @@ class Tokenizer:
     spec, file: what was passed to load_tokenizer; its path, of the copy if there is one, or None if it is a name.
     bos: the id that starts a document.
     token_bytes: the UTF-8 bytes of each id; b"" for control and unknown tokens.
-    prefix: b" " if the tokenizer puts a space, which is not part of the text, in front of each document.
     operators: the ids of the operators for capital letters, with their characters; {} if it has none."""
 
     kind = ""
@@ -60,7 +59,6 @@ class Tokenizer:
     file: Path | None = None
     bos = BOS
     token_bytes: list[bytes] = []
-    prefix = b""
     operators: dict[int, str] = {}
 
     @property
@@ -108,8 +106,6 @@ class SentencePieceTokenizer(Tokenizer):
         # With --tokenizer caseopsN, they are pieces by definition, whose score is 0; else they come from the text.
         self.operators = {} if self.unknown in ids or any(map(model.get_score, ids)) else dict(zip(ids, OPERATORS))
         self.token_bytes = [self.piece_bytes(i) for i in range(model.vocab_size())]
-        if model.encode("a", out_type=str)[0].startswith(SPACE):
-            self.prefix = b" "
 
     def piece_bytes(self, i: int) -> bytes:
         model = self.model

@@ -172,6 +172,7 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
     "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
     "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
                               "not the cross entropy"),
+    "a scalar": ("self.loops = config.num_loops", "self.scalar = nn.Parameter(torch.tensor(1.0))\n        self.loops = config.num_loops", ""),
     "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
     "no logits": ("def logits(self", "def scores(self", "cannot be run: AttributeError"),
     "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
@@ -298,6 +299,7 @@ def test_ablations_are_stopped_repeated_and_judged(laboratory, tmp_path):
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "stopped; the same command goes on" in errors, errors
+    assert not [*logs.glob("*/checkpoints")]
     kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs([logs])}
     process = start(*words)
     output, errors = process.communicate(timeout=300)
@@ -352,8 +354,13 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
                            (["x", "y", "--horizons", "1,2", "--seconds", "3"], "give one of them"),
-                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple")):
+                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple"),
+                           (["x", "y", "--plot", "a.txt"], "Format 'txt' is not supported")):
         monkeypatch.setattr(sys, "argv", ["ablate.py", *words, "--settings", *settings])
         assert ablate.main() == 2, words
         errors = capsys.readouterr().err
         assert errors.startswith("ablate.py: ") and message in errors
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "tried", "--from", "none"])
+    with pytest.raises(SystemExit, match="^2$"):
+        ablate.main()
+    assert "--from none is no folder" in capsys.readouterr().err

@@ -150,6 +150,9 @@ esac""")
         assert ("few for this model" in result.stdout) == (is_small and "--preset" not in words and "INIT_FROM=mine" not in words)
         assert not is_small or says in result.stdout, (result.stdout, result.stderr)
         assert ("started with glibc.malloc.hugetlb=1: " in result.stdout) == (gpus == 0)
+    if words == ["INIT_FROM=mine"]:
+        (data / "manifest.json").write_text('{"splits": {"train": {"tokens": 14000}}}')
+        assert says in shell(checkout, "-c", "INIT_FROM=mine ./run.sh DATA_PATH=tiny").stdout
     assert not (checkout / "hacked").exists()
 
 

@@ -88,6 +88,9 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     os.utime(tmp_path / "elsewhere" / "final_model.int8.ptz", (0, 0))
     (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0] + "\n")
     assert sample.find_model("").parent.name == "elsewhere"
+    (tmp_path / "logs" / "begun.jsonl").touch()
+    with pytest.raises(ValueError, match="begun.jsonl is empty: the run has not begun"):
+        sample.find_model("begun")
     (tmp_path / "logs" / "wd0.05.jsonl").write_text(log)
     model = train_gpt.GPT(tiny_config(tokenizer_path="/gone/tokenizer.model"))  # its name alone is in an artifact
     assert sample.find_tokenizer(model, tmp_path / "logs" / "wd0.05" / "final_model.pt").vocab_size == 260
@@ -129,6 +132,14 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
     wanted = model.logits(model.hidden(tokens)).float()
     tolerance = 0.03 if changes.get("dtype") == "bfloat16" else 0
     assert (loaded.logits(loaded.hidden(tokens)) - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_a_model_is_used_in_the_process_that_trained(trained):
+    """A run leaves one of PyTorch's kernels for attention switched on, with tiles none."""
+    for name in train_gpt.SDPA:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+    model = sample.load(trained[0] / "final_model.int8.ptz")
+    assert model.hidden(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
 
 
 @pytest.mark.parametrize("changes, wanted", [
@@ -252,6 +263,23 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, la
     assert launched({**MPICH, "MASTER_PORT": "2"})[0][5] == "2"
     assert launched({**MPICH, "PBS_JOBID": "1.x"})[0][5] != launched({**MPICH, "PBS_JOBID": "2.x"})[0][5]
     assert "knows only" in launched({})[1] and "must be set to the address of rank 0" in launched(OPEN_MPI)[1]
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "pbs.sh"])
+def test_a_job_goes_on_only_if_it_saved_a_checkpoint(script, tmp_path):
+    for name, line in (("srun", "exit 143"), ("mpiexec", "exit 143"), ("scontrol", "echo again"), ("qsub", "echo again")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "PBS_JOBID": "7", "PBS_O_WORKDIR": str(tmp_path)}
+    (tmp_path / "logs").mkdir()
+    for event, other, said in (("train", "checkpoint", ""), ("checkpoint", "train", "again\n")):
+        for word, name, other_name in (("ITERATIONS=9", "7", "mine"), ("RUN_ID=mine", "mine", "7")):
+            (tmp_path / "logs" / f"{name}.jsonl").write_text(json.dumps({"event": event}) + "\n")
+            (tmp_path / "logs" / f"{other_name}.jsonl").write_text(json.dumps({"event": other}) + "\n")
+            words = [word] if script == "slurm.sh" else []
+            result = subprocess.run(["bash", REPOSITORY / "tools" / script, *words], cwd=tmp_path, env={**environment, "SETTINGS": word},
+                                    text=True, check=False, capture_output=True)
+            assert result.stdout == said and ("saved no checkpoint" in result.stderr) == (not said)
 
 
 @pytest.mark.parametrize("variables, wanted", [

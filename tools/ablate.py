@@ -220,6 +220,8 @@ class Runner:
         started, error = time.monotonic(), ""
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
+            if not can_lock(lock):
+                self.say(f"{name}: waiting for another command, which trains it")
             while not (can_lock(lock) or self.is_stopping or arm.verdict):
                 time.sleep(1)
             run = read_run(LOGS / f"{name}.jsonl")
@@ -227,6 +229,8 @@ class Runner:
                 for file in (LOGS / name).glob("final_model*"):  # of other content, or cut off
                     file.unlink(missing_ok=True)
                 error = self.start(command, lock)
+                if error:  # no run is resumed
+                    shutil.rmtree(LOGS / name / "checkpoints", ignore_errors=True)
                 run = read_run(LOGS / f"{name}.jsonl")
         if is_trained(run, trial):
             self.runs.append(run)
@@ -531,6 +535,9 @@ def main() -> int:
     parser.add_argument("--plot", type=lambda file: Path(file).resolve(), metavar="FILE", help="draw the effects")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
     options = parser.parse_args()
+    for folder in options.folders:
+        if not folder.is_dir():
+            parser.error(f"--from {folder} is no folder")
     require_packages()
     options.logs = [LOGS, *(folder.resolve() for folder in options.folders)]
     if options.variations[0] == "tried":
@@ -544,6 +551,9 @@ def main() -> int:
             os.chdir(ROOT)  # to which the paths in the settings are relative
             every_arm = [arm for arms in lengths for arm in arms]
             make_plans(every_arm, runner.environment, draws=bool(options.plot))
+            if options.plot and not options.plot.exists():
+                from matplotlib.figure import Figure
+                Figure().savefig(options.plot)  # fails now, not after the runs, if it cannot be written
         except (OSError, ValueError) as error:
             print(f"ablate.py: {error}", file=sys.stderr)
             return 2

@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} must be 1 or more")
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
     if unknown := set(names) - CONFIGURATIONS.keys():
@@ -249,9 +251,14 @@ def main() -> None:
         names = [name for name in CONFIGURATIONS if name.startswith(device)]
     print(f"{hardware()}, PyTorch {version('torch')}, ranks: {options.ranks}, rounds: {options.rounds} "
           f"{' '.join(options.settings)}\n", flush=True)
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            compare(name, options, Path(folder))
+    try:
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                compare(name, options, Path(folder))
+    except (ValueError, OSError) as error:
+        sys.exit(f"bench.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench.py: stopped")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,14 @@ mpiexec tools/ranks.sh timeout --preserve-status "$STOP_AFTER" "$PYTHON" train_g
   RESUME=auto CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 $SETTINGS
 status=$?
 if [ $status = 143 ]; then
+  run_id=$RUN_ID
+  for word in $SETTINGS; do
+    [[ $word != RUN_ID=* ]] || run_id=${word#*=}
+  done
+  if ! grep -q '"event": "checkpoint"' "logs/$run_id.jsonl"; then
+    echo "this job saved no checkpoint; without one, the next job would repeat it" >&2
+    exit $status
+  fi
   exec qsub -v RUN_ID="$RUN_ID",PYTHON="$PYTHON",STOP_AFTER="$STOP_AFTER",SETTINGS="$SETTINGS" tools/pbs.sh
 fi
 exit $status

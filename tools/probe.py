@@ -78,7 +78,7 @@ def find_fault(train_gpt, config, source: str) -> str:
     model.loops = config.num_loops
     model.train(".eval()" not in source)
     for weight in model.parameters():  # matrices that start at zero would hide what they multiply
-        weight += torch.randn_like(weight) * weight.size(-1) ** -0.5
+        weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5  # a scalar has no width
     length = config.train_seq_len
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(max(2, 1024 // length), length + 1))
     rows = tokens[:, :-1]

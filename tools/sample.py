@@ -52,6 +52,8 @@ def find_model(name: str) -> Path:
         path = Path("logs", name, train_gpt.MODEL_FILE)  # a copied folder, without its log
     elif not path.is_file() and log.is_file():
         latest = {event["event"]: event for event in read_events(log)}
+        if "config" not in latest:
+            raise ValueError(f"{log} is empty: the run has not begun")
         path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
         wanted = latest.get("export", {}).get("artifact_sha256")
         if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
@@ -67,6 +69,8 @@ def find_model(name: str) -> Path:
 def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint needs the settings that it was trained
     with, as NAME=value, and its DTYPE: bfloat16 rounds the rotary frequencies. Raises ValueError."""
+    for name in train_gpt.SDPA:  # an earlier run in this process, a notebook's, has switched kernels off
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
     config, _ = train_gpt.load_config([*settings, "OPTIMIZER=adamw", f"INIT_FROM={path}"], {})  # its table is in float32
     if config.dtype == "auto" and Path(path).is_file():
         raise ValueError(f"{path} does not say what its model is; add the settings of its training, and its DTYPE, such as "

@@ -10,6 +10,14 @@ srun --kill-on-bad-exit=1 tools/ranks.sh "${PYTHON:-.venv/bin/python}" train_gpt
   CHECKPOINT_EVERY=1000 MAX_WALLCLOCK_SECONDS=0 "$@"
 status=$?
 if [ $status = 143 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  run_id=$SLURM_JOB_ID
+  for word in "$@"; do
+    [[ $word != RUN_ID=* ]] || run_id=${word#*=}
+  done
+  if grep -q '"event": "checkpoint"' "logs/$run_id.jsonl"; then
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "this job saved no checkpoint; without one, the next job would repeat it" >&2
+  fi
 fi
 exit $status
