@@ -180,7 +180,7 @@ def main() -> None:
         sys.exit(f"events.py: {error}")
     try:
         print(summarize(log))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError) as error:
         sys.exit(f"events.py: {log} is no log of a run: {error!r}")
 
 
