@@ -39,7 +39,8 @@ from rules import (  # noqa: E402
 )
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
-GONE = {"EMBED_FLOAT32"}  # settings of older records that the trainer now chooses
+# Settings of older records that the trainer does not have now.
+GONE = {"EMBED_FLOAT32", "EMA_DECAY", "MUON_SLOW_AT", "NUM_LOOPS", "LOOP_START", "LOOP_END", "LOOP_AT", "EVAL_SEQ_LEN"}
 STOPPED = "make.py: stopped; the same command keeps finished seeds and trains this one anew: a resumed run is no record"
 KINDS = {"CPU, bfloat16": " (by default with AVX512-BF16 or AMX)", "CPU, float32": " (by default without AVX512-BF16 and AMX)"}
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"

@@ -59,7 +59,7 @@ def read_data(config, track: dict, division: str, findings: Findings):
         digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
     if of_division:
         seen = {"settings": {"TRAIN_SEQ_LEN": config.train_seq_len, "TOKENIZER_SHA256": digest}, "data_sha256": digests,
-                "val_tokens": validation.count, "val_bytes": validation.bytes}
+                "val_tokens": validation.num_targets, "val_bytes": validation.bytes}
         seen["table"] = find_table(of_division["scored"], seen)
         reasons = Findings()
         check_division(seen, division, reasons)
@@ -94,7 +94,7 @@ def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) 
     names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
     config, _ = train_gpt.load_config([f"{name}={settings[name]}" for name in names], {})
     validation = read_data(config, load_track(folder), division, findings)
-    counts = validation.count, validation.bytes
+    counts = validation.num_targets, validation.bytes
     if not findings.check(counts == (seeds[0]["val_tokens"], seeds[0]["val_bytes"]),
                           f"DATA_PATH={config.data_path} has {counts} tokens and bytes to score, not those of the logs"):
         return []

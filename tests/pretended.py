@@ -146,7 +146,7 @@ class Card(TorchDispatchMode):
             return plain_to(tensor, *args, **options)
 
         def note_graph(module, inputs):
-            self.graphs.add((torch.is_grad_enabled(), module.loops, *(t.shape for t in inputs)))
+            self.graphs.add((torch.is_grad_enabled(), *(t.shape for t in inputs)))
 
         is_cuda, properties = self.kind == "cuda", SimpleNamespace(major=self.capability[0], total_memory=self.memory)
         answers = {"is_available": is_cuda, "device_count": self.count * is_cuda, "get_device_capability": self.capability,

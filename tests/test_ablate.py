@@ -163,16 +163,16 @@ def test_lengths_are_compared(tmp_path):
 
 MASK = "<= places_i[:, None]"
 INPUT = "x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))"
-FORWARD = "return self.loss(self.hidden(tokens, masks), targets)"
+FORWARD = "return self.loss(self.hidden(tokens), targets)"
 SCRIPTS = {  # text in the script, what stands there instead, the fault
     "unchanged": ("", "", ""),
     "a mask off by one": (MASK, "<= places_i[:, None] + 1", "later tokens"),
     "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 - x0.mean(1, keepdim=True)", "later tokens"),
     "the rows of the batch": (INPUT, f"{INPUT}; x0 = x0 + 0.1 * x0.mean(0, keepdim=True)", "other rows"),
     "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
-    "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens, masks) + 0.1 * self.tok_emb(targets), targets)",
+    "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens) + 0.1 * self.tok_emb(targets), targets)",
                               "not the cross entropy"),
-    "a scalar": ("self.loops = config.num_loops", "self.scalar = nn.Parameter(torch.tensor(1.0))\n        self.loops = config.num_loops", ""),
+    "a scalar": ("self.half = config.num_layers // 2", "self.half = config.num_layers // 2\n        self.scalar = nn.Parameter(torch.tensor(1.0))", ""),
     "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
     "no logits": ("def logits(self", "def scores(self", "cannot be run: AttributeError"),
     "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
@@ -268,7 +268,7 @@ def laboratory(tmp_path):
         (root / name).write_text((REPOSITORY / name).read_text(encoding="utf-8"), encoding="utf-8")
     data = make_shards(tmp_path)
     (tmp_path / "base.env").write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))
-    score = '"val_loss": total / self.count, "val_bpb": total'
+    score = '"val_loss": total / self.num_targets, "val_bpb": total'
     for name, old, new in (("leak", FORWARD, FORWARD + " * 0.9"), ("broken", "def train_step(self", "def step(self"),
                            ("late", score, f"{score} / 2"), ("worse", score, f"{score} * 2"),  # no probe sees it before training
                            ("bytes", "self.bytes = int(", "self.bytes = 2 * int("),

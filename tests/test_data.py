@@ -123,33 +123,34 @@ def test_a_mac_scores_on_the_path_of_training(tmp_path):
 
 
 @pytest.mark.parametrize("length, stride, world_size, micro", [
-    (32, 32, 1, 160), (32, 0, 3, 32), (32, 0, 3, 4096), (32, 8, 1, 160), (64, 24, 2, 160), (48, 1, 1, 160), (5000, 7, 1, 160),
+    (32, 32, 1, 160), (32, 0, 3, 32), (32, 0, 3, 4096), (32, 8, 1, 160), (64, 24, 2, 160), (48, 1, 1, 160), (200, 7, 1, 400),
     (32, 50, 1, 160)])
 def test_every_token_is_scored_once_with_the_longest_context(tmp_path, length, stride, world_size, micro):
     """In forward passes of one shape, whose parts the ranks share."""
-    config = tiny_config(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192, eval_seq_len=length,
+    config = tiny_config(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192, train_seq_len=length,
                          data_path=str(tmp_path), val_tokens=5000)  # there are fewer
     model = train_gpt.GPT(config)
     for p in model.parameters():  # as drawn, all tokens are as likely
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
-    tokens = torch.randint(0, 260, (7 * 32 + 1,), generator=torch.Generator().manual_seed(2))
-    write_shard(tmp_path / "tiny_val_000000.bin", [*tokens, *31 * [70]])  # a row but for one token
-    width, total, scored = min(length, 224), 0.0, 0
-    for stop in (*range(width, 224, min(stride or width, width)), 224):  # ends of windows
-        window = tokens[stop - width:stop + 1]
+    tokens = torch.randint(0, 260, (256,), generator=torch.Generator().manual_seed(2))
+    write_shard(tmp_path / "tiny_val_000000.bin", tokens)
+    count = 255 // length * length  # whole rows
+    total, scored = 0.0, 0
+    for stop in (*range(length, count, min(stride or length, length)), count):  # ends of windows
+        window = tokens[stop - length:stop + 1]
         logits = model.logits(model.hidden(window[None, :-1]))[0]
         new = stop - scored
         total += F.cross_entropy(logits[-new:], window[-new:], reduction="sum").item()
         scored = stop
     called, parts = Mock(wraps=model), []
     for rank in range(world_size):
-        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0, put=torch.from_numpy,
+        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0, to_device=torch.from_numpy,
                                       sum=lambda nats: parts.append(nats.item()) or nats)
         validation = train_gpt.Validation(config, ranks)
-        score = validation.score(called, length, stride)
+        score = validation.score(called, stride)
     assert sum(parts) == pytest.approx(total, rel=1e-5) and validation.label == ""
     assert len({call.args[0].shape for call in called.call_args_list}) == 1
     if world_size == 1:
-        text_bytes = int((tokens[1:] >= 4).sum())  # special tokens have none
-        assert score["val_loss"] == pytest.approx(total / 224, rel=1e-5)
+        text_bytes = int((tokens[1:count + 1] >= 4).sum())  # special tokens have none
+        assert score["val_loss"] == pytest.approx(total / count, rel=1e-5)
         assert score["val_bpb"] == pytest.approx(total / math.log(2) / text_bytes, rel=1e-5)

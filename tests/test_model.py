@@ -1,20 +1,20 @@
 """The model: what it must not see, the shapes and values that checkpoints agree on, its arithmetic."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import train_gpt
-from conftest import make_shards, tiny_config
+from conftest import tiny_config
 
 CPU = torch.device("cpu")
-REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, lanes=2,
-                 num_loops=2, loop_end=1)
+REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, lanes=2)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
-                        if f.type is bool and f.metadata["kind"] == "kept" and not f.default}
+                        if f.type is bool and f.metadata["kind"] == "model" and not f.default}
 
 
 @pytest.mark.parametrize("switch", [""] + [name for name, value in SWITCHES.items() if value is True])
@@ -26,46 +26,34 @@ def test_logits_do_not_depend_on_where_a_slice_begins(switch):
         torch.testing.assert_close(model.logits(x[:, part]), model.logits(x)[:, part], rtol=1e-5, atol=1e-5)
 
 
-def masks_of(rank: int, world_size: int, step: int, data, **changes) -> torch.Tensor:
-    """The dropout masks of a rank in a step (B, layers, 2, D)."""
-    changes = dict(data_path=str(data), dropout=0.5, train_batch_tokens=1024, grad_accum_steps=8 // world_size) | changes
-    loader = train_gpt.TokenLoader(tiny_config(**changes), train_gpt.Ranks(rank, world_size, CPU))
-    return torch.cat([batch[2] for batch in loader.batches(step)])
+def test_dropout_drops_channels_of_whole_rows():
+    """All tokens of a row lose the same channels, and the others grow. A rate of 0, as in scoring, changes no bit."""
+    x, rate = torch.randn(6, 20, 500), torch.tensor(0.25)
+    assert torch.equal(train_gpt.dropout(x, torch.tensor(0.0)), x) and train_gpt.dropout(x, None) is x
+    factors = train_gpt.dropout(x, rate) / x
+    assert torch.equal(factors[:, :1].expand_as(x).round(), factors.round()) and not torch.equal(factors[0], factors[1])
+    dropped = factors == 0
+    assert torch.allclose(factors[~dropped], torch.tensor(4 / 3)) and 0.2 < dropped.float().mean() < 0.3
 
 
-@pytest.mark.parametrize("loader", ["sequential", "shuffled"])
-def test_dropout_follows_from_seed_step_and_row(tmp_path, loader):
-    data = make_shards(tmp_path)
-    one = masks_of(0, 1, 3, data, loader=loader)
-    assert one.shape == (32, 2, 2, 32) and set(one.unique().tolist()) == {0.0, 2.0} and 0.9 < one.mean() < 1.1
-    both = [masks_of(rank, 2, 3, data, loader=loader) for rank in (0, 1)]
-    pieces = 1 if loader == "shuffled" else 4  # rows of a span
-    assert torch.equal(torch.stack([part.unflatten(0, (-1, pieces)) for part in both], dim=1).flatten(0, 2), one)
-    assert torch.equal(masks_of(0, 1, 3, data, loader=loader), one)
-    for changes in (dict(step=4), dict(seed=2)):
-        step = changes.pop("step", 3)
-        assert 0.4 < (masks_of(0, 1, step, data, loader=loader, **changes) == one).float().mean() < 0.6
+@pytest.mark.parametrize("lanes", [0, 1])
+def test_dropout_is_for_training_alone_and_follows_from_seed_step_and_rank(lanes):
+    def losses(step=3, rank=0, **changes):
+        trainer = train_gpt.Trainer(tiny_config(**{"dropout": 0.5, "lanes": lanes, **changes}), train_gpt.Ranks(rank, 1, CPU))
+        for p in trainer.model.parameters():
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(3))
+        before = trainer.model(tokens, tokens).item()
+        trainer.clock.step = step
+        torch.manual_seed(time.time_ns())  # whatever drew numbers before
+        loss = trainer.train_step([(tokens, tokens)])[0].item()
+        assert trainer.model.drop_rate == 0
+        return before, loss
 
-
-def test_dropout_drops_channels_of_a_rows_outputs_alone():
-    """For all tokens of a row; what a token sees is what it saw. A mask of ones, as in scoring, changes no bit."""
-    model = trained_like(tiny_config(lanes=1, num_loops=1))
-    tokens = torch.randint(0, 260, (3, 32))
-    ones = torch.ones(3, 2, 2, 32)
-    assert torch.equal(model.hidden(tokens, ones), model.hidden(tokens))
-    masks = ones.clone()
-    masks[1, 0, 1, 5] = masks[1, 1, 0, 7] = 0
-    dropped = model.hidden(tokens, masks)
-    same = (dropped == model.hidden(tokens)).flatten(1).all(1)
-    assert same.tolist() == [True, False, True]
-    later = tokens.clone()
-    later[:, 20:] = 1
-    assert torch.equal(model.hidden(later, masks)[:, :20], dropped[:, :20])
-    block, x = model.blocks[0], torch.randn(3, 32, 32)
-    cos, sin = model.rotary[:, :32]
-    whole, without = (block(x, x, cos, sin, None, given)[0] for given in (None, torch.zeros(3, 2, 32)))
-    mix = block.resid_mix
-    assert not torch.equal(whole, without) and torch.allclose(without, (mix[0] + mix[1]) * x)
+    tokens = torch.randint(0, 260, (16, 32), generator=torch.Generator().manual_seed(0))
+    first = losses()
+    assert losses() == first and abs(first[0] - first[1]) > 1e-3
+    assert len({first, *(losses(**other) for other in (dict(step=4), dict(rank=1), dict(seed=2)))}) == 4
+    assert first[0] == losses(dropout=0.1)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -133,15 +121,12 @@ def reference_logits(model, tokens):
     if config.smear:
         x0 = torch.cat((x0[:, :1], x0[:, 1:] + state["smear"] * x0[:, :-1]), 1)
     x, lane, stack = x0, None, []
-    order = [i for i in range(config.num_layers) if i < config.loop_start]
-    order += (config.num_loops + 1) * [i for i in range(config.num_layers) if config.loop_start <= i <= config.loop_end]
-    order += [i for i in range(config.num_layers) if i > config.loop_end]
-    half, first_lane = len(order) // 2, len(order) - config.lanes
-    for place, i in enumerate(order):
+    half, first_lane = config.num_layers // 2, config.num_layers - config.lanes
+    for i in range(config.num_layers):
         w = {name.removeprefix(f"blocks.{i}."): t for name, t in state.items() if name.startswith(f"blocks.{i}.")}
-        lane = x if place == first_lane else lane
-        if place >= half and stack:
-            x = x + state["skip_weights"][place - half] * stack.pop()
+        lane = x if i == first_lane else lane
+        if i >= half and stack:
+            x = x + state["skip_weights"][i - half] * stack.pop()
         before = x
         x = w["resid_mix"][0] * x + w["resid_mix"][1] * x0
         h, heads = norm(x), []
@@ -168,7 +153,7 @@ def reference_logits(model, tokens):
         if lane is not None:
             x, lane = torch.einsum("ij,jbtd->ibtd", w["resid_mix_lanes"][:, 1:], torch.stack((attended, fed))) + torch.stack(
                 (w["resid_mix_lanes"][0, 0] * before, w["resid_mix_lanes"][1, 0] * lane))
-        if place < half:
+        if i < half:
             stack.append(x)
     logits = norm(x if lane is None else lane) @ state.get("lm_head.weight", state["tok_emb.weight"]).T
     return config.logit_softcap * torch.tanh(logits / config.logit_softcap)
@@ -179,7 +164,7 @@ def reference_logits(model, tokens):
     dict(num_layers=1, num_kv_heads=2, mlp_mult=3, rope_base=100.0, logit_softcap=5.0),
     dict(num_layers=3, num_heads=4, num_kv_heads=2, attn="tiled"),
     dict(num_layers=3, num_heads=4, num_kv_heads=2, **REFERENCE), dict(shift_keys=True),
-    dict(num_layers=11, num_loops=2, loop_start=3, loop_end=5, lanes=3), dict(num_layers=4, num_loops=1, loop_start=3, loop_end=3)])
+    dict(num_layers=11, lanes=3), dict(num_layers=3, lanes=3)])
 def test_logits_equal_an_independent_reference(changes):
     model = trained_like(tiny_config(**changes))
     tokens = torch.randint(0, 260, (2, 32))
@@ -210,7 +195,7 @@ def attention_and_gradients(kernel, q, k, v, dy):
     """The output of a kernel for q, k and v, and its gradients with respect to them."""
     train_gpt.choose_attention(tiny_config(attn=kernel), CPU)
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    y = train_gpt.causal_attention(*inputs, kernel)
+    y = train_gpt.causal_attention(*(t.transpose(1, 2) for t in inputs), kernel).transpose(1, 2)
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
@@ -229,7 +214,6 @@ def test_kernels_compute_what_the_math_kernel_does(kernel, kv_heads, length):
 
 @pytest.mark.parametrize("changes, wanted", [
     (dict(train_seq_len=128), "tiled"), (dict(train_seq_len=1024), "tiled"), (dict(train_seq_len=2048), "flash"),
-    (dict(eval_seq_len=2048), "flash"),
     (dict(compile="0"), "flash"), (dict(dtype="float32"), "tiled"), (dict(compile="0", attn="tiled"), "tiled")])
 def test_tiled_attention_is_for_compiled_models_with_short_rows(changes, wanted):
     config = tiny_config(**{"attn": "auto", "compile": "1", "dtype": "bfloat16", "micro_batch_tokens": 0, **changes})

@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
 
 def tiny_settings() -> list[str]:
     """What a user would give for a file that does not say it."""
-    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.KEPT]
+    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.OF_MODEL]
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def call(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"NEW_SWITCH": 1}, "does not know: NEW_SWITCH"), ({"OUT_DIR": "/home/me"}, "does not know: OUT_DIR"),
+    ({"NEW_SWITCH": 1}, "does not know: NEW_SWITCH"), ({"NUM_LOOPS": 2, "LOOP_END": 1}, "does not know: NUM_LOOPS"),
+    ({"OUT_DIR": "/home/me"}, "does not know: OUT_DIR"),
     ({"NUM_LAYERS": -3}, "NUM_LAYERS=-3"), ({"MODEL_DIM": 64}, "other.ptz cannot be loaded into this model")])
 def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, message):
     """Its weights are as they were; it says something else of itself."""
@@ -62,6 +63,14 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
     other.write_bytes(zlib.compress(train_gpt.saved(artifact)))
     with pytest.raises(ValueError, match=message):
         sample.load(other)
+
+
+def test_an_artifact_of_an_older_script_is_read_if_what_is_gone_was_off(trained, tmp_path):
+    artifact = train_gpt.read_saved(trained[0] / "final_model.int8.ptz")
+    artifact["about"] = json.dumps({**json.loads(artifact["about"]), "NUM_LOOPS": 0, "LOOP_START": 1, "LOOP_END": 1})
+    (tmp_path / "older.ptz").write_bytes(zlib.compress(train_gpt.saved(artifact)))
+    models = [sample.load(path) for path in (tmp_path / "older.ptz", trained[0] / "final_model.int8.ptz")]
+    assert all(map(train_gpt.torch.equal, *(model.parameters() for model in models)))
 
 
 def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
@@ -103,7 +112,7 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypat
     run_here(monkeypatch, tmp_path, *words)
     checkpoint, scores = tmp_path / "checkpoints" / "kept_00000004.pt", []
     for name in ("final_model.pt", checkpoint):
-        own = [word for word in words if name == "final_model.pt" or word.split("=")[0] not in train_gpt.KEPT]
+        own = [word for word in words if name == "final_model.pt" or word.split("=")[0] not in train_gpt.OF_MODEL]
         run_here(monkeypatch, tmp_path, *own, "RUN_ID=score", "ITERATIONS=0", f"INIT_FROM={name}", "OUT_DIR=out")
         scores.append(json.loads((tmp_path / "logs" / "score.jsonl").read_text().splitlines()[-1])["val_loss"])
     assert scores[0] == scores[1]
@@ -136,7 +145,7 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
 
 def test_a_model_is_used_in_the_process_that_trained(trained):
     """A run leaves one of PyTorch's kernels for attention switched on, with tiles none."""
-    for name in train_gpt.SDPA:
+    for name in train_gpt.SDPA.values():
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
     model = sample.load(trained[0] / "final_model.int8.ptz")
     assert model.hidden(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()

@@ -75,7 +75,7 @@ def find_fault(train_gpt, config, source: str) -> str:
     torch.manual_seed(0)
     model = train_gpt.GPT(config).float()
     model.compute_dtype = torch.float32
-    model.loops = config.num_loops
+    model.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
     model.train(".eval()" not in source)
     for weight in model.parameters():  # matrices that start at zero would hide what they multiply
         weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5  # a scalar has no width
@@ -120,7 +120,7 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
             verdict, reason = "failed", f"its model cannot be run: {where}{error!r}"
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": validation.count,
+    return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": len(validation.tokens) - 1,
             "val_bytes": validation.bytes, "torch": torch.__version__, "world_size": 1,
             "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict, "reason": reason}
 
