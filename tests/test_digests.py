@@ -4,7 +4,8 @@
 
 Each case trains 30 steps of a tiny model in float32, on one rank and one thread, without torch.compile. Kernels are held to
 instructions that every x86-64 machine has, so that the digests do not depend on the machine; they hold for one release of
-PyTorch. tests/digests.json has those of train_gpt.py. If a change of the numbers is intended, write the file again.
+PyTorch. tests/digests.json has those of train_gpt.py. If a change of the numbers is intended, write the file again. FUSED=0 is no
+case: its square roots differ between an AMD and an Intel machine.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ BASE = {"ITERATIONS": "30", "WARMDOWN_ITERS": "10", "MUON_MOMENTUM_WARMUP_STEPS"
         "RUN_ID": "run", "ATTN": "math"}
 SWITCHES = [
     "VOCAB_PAD=64", "TIE_EMBEDDINGS=0", "INIT=gpt2", "MLP_SLOPE=0.3", "ROPE_DIMS=8", "SHIFT_KEYS=1", "EXCLUSIVE_ATTN=1",
-    "SMEAR=1", "OPTIMIZER=adamw", "MUON_ROW_NORM=1", "FUSED=0", "WEIGHT_DECAY=0.1",
+    "SMEAR=1", "OPTIMIZER=adamw", "MUON_ROW_NORM=1", "WEIGHT_DECAY=0.1",
     "LR_SCHEDULE=cosine", "LR_WARMUP_STEPS=5", "WARMDOWN_FRACTION=0.6", "MIN_LR=0.1", "GRAD_CLIP_NORM=0.5",
     "LOADER=shuffled", "OVERFIT=1", "EXPORT_BITS=5", "EMBED_BITS=6", "EXPORT_CLIP=3", "GPTQ_BATCHES=2",
     "DROPOUT=0.2",
@@ -41,7 +42,7 @@ CASES = [
     "OPTIMIZER=adamw WEIGHT_DECAY=0.1 TIE_EMBEDDINGS=0 GRAD_CLIP_NORM=1 INIT=gpt2 BETA2=0.98",
     "TIE_EMBEDDINGS=0 GPTQ_BATCHES=1 EXPORT_BITS=4", "CONTROL_TENSOR_NAME_PATTERNS=q_gain,mlp_scale",
     "EVAL_STRIDE=16", "LANES=2", "LANES=1",
-    " ".join(switch for switch in SWITCHES if switch not in ("OPTIMIZER=adamw", "FUSED=0", "OVERFIT=1", "LR_SCHEDULE=cosine")),
+    " ".join(switch for switch in SWITCHES if switch not in ("OPTIMIZER=adamw", "OVERFIT=1", "LR_SCHEDULE=cosine", "DROPOUT=0.2")),
 ]
 
 
