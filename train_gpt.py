@@ -406,7 +406,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == self.first_lane:
                 lane = x.clone()
-            if i >= self.half and skips:  # The middle one of an odd number gets no skip.
+            if i >= self.half and skips:  # The last one of an odd number gets none.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
                 x = block(x, x0, cos, sin, self.drop_rate)
