@@ -1,12 +1,12 @@
 """Train the best language model you can within a size limit and a time limit.
 
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help lists all settings
-    torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, published settings
+    torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, default settings
 
 Set NAME=value as an argument, in the environment or in a file @FILE; the first wins.
-Science comes first, from Config to train; the rest is machinery. Tensors are described by shapes:
+The science comes first, from Config to train; the rest is machinery. In shapes of tensors,
 B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
-"Published" means: as in the script of the parameter-golf challenge.
+"As published" means: as in the script of the parameter-golf challenge.
 """
 import difflib
 import gc
@@ -36,17 +36,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-STARTED = time.monotonic()  # after the imports
-SHARD_START = [20240520, 1]  # magic number and version
+STARTED = time.monotonic()  # RunLog counts from here, after the imports.
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # from job systems and terminals
-CASE_MARKS = {"\ue001", "\ue002", "\ue003"}  # of CaseOps tokenizers, for capitals: no bytes
 SDPA = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}  # by ATTN
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # Clusters set them.
-IGNORED = {"loop_start", "loop_end", "loop_at"}  # in old files; they served NUM_LOOPS alone
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not misspelled
+IGNORED = {"loop_start", "loop_end", "loop_at"}  # Old files hold these; alone, they do nothing.
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -66,7 +64,7 @@ of_run = partial(setting, kind="run")  # RESUME accepts another value.
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. A field is the variable of the same name in capitals."""
+    """Every setting of a run. The user sets a field by its name in capitals."""
     run_id: str = of_run("", "name of the logs; empty: a new one", section="\nRun\n")
     seed: int = of_training(1337, "seed of the initial weights, LOADER=shuffled and DROPOUT")
     out_dir: str = of_run("", "folder of the model's files and checkpoints/; empty: logs/RUN_ID")
@@ -84,7 +82,7 @@ class Config:
     iterations: int = of_run(20000, "train for at most N steps", section="\nLength and log\n")
     max_wallclock_seconds: float = of_run(600.0, "train for at most N seconds; 0: no limit")
     warmup_steps: int = of_run(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = of_training(3000, "lower the rates in the last N steps", low=-1e9)
+    warmdown_iters: int = of_training(3000, "lower rates in last N steps; <= 0: never", low=-1e9)
     train_batch_tokens: int = of_training(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = of_model(4096, "tokens in a row, in training and validation", low=1)
     grad_accum_steps: int = of_run(0, "spans of text that a rank reads in a step; 0: 8 / ranks")
@@ -111,7 +109,7 @@ class Config:
     rope_dims: int = of_model(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = of_model(False, "take a part of each key from the token before")
     exclusive_attn: bool = of_model(False, "project a token's own value out of its output")
-    lanes: int = of_model(0, "last blocks, whose MLPs have a residual stream of their own")
+    lanes: int = of_model(0, "number of last blocks whose MLPs read a second stream, the lane")
     smear: bool = of_model(False, "add a learned share of the token before to each embedding")
     optimizer: str = of_training("muon", "muon: and Adam", "muon|adamw", section="\nOptimizers\n")
     adam_lr: float = of_training(3e-4, "learning rate of everything with OPTIMIZER=adamw")
@@ -129,23 +127,23 @@ class Config:
     beta2: float = of_training(0.95, "Adam's decay of the second moment")
     adam_eps: float = of_training(1e-8, "Adam's epsilon", low=1e-30)
     fused: bool = of_training(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
-    weight_decay: float = of_training(0.0, "decay of matrices and tables, times their rate")
+    weight_decay: float = of_training(0.0, "shrink matrices and tables by N * rate in a step")
     dropout: float = of_training(0.0, "share of outputs to drop; ranks draw their own", high=0.9)
     lr_schedule: str = of_training("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = of_training(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = of_training(0.0, "lower the rates in this last part of the run")
+    warmdown_fraction: float = of_training(0.0, "falling part of the run; 0: WARMDOWN_ITERS")
     min_lr: float = of_training(0.0, "learning rate at the end, as a fraction of the peak")
     grad_clip_norm: float = of_training(0.0, "clip the gradients to this global norm; 0: off")
-    checkpoint_every: int = of_run(0, "save every N; 0: if stopped", section="\nCheckpoints\n")
+    checkpoint_every: int = of_run(0, "every N steps, and if stopped", section="\nCheckpoints\n")
     keep_checkpoints: int = of_run(2, "keep the N newest checkpoints of the run", low=1)
     resume: str = of_run("", "checkpoint to continue; auto: the newest readable one")
     export_bits: int = of_run(8, "bits of the blocks' matrices", "4|5|6|7|8", section="\nExport\n")
     embed_bits: int = of_run(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = of_run(0.0, "clip rows at about N standard deviations; 0: not at all")
+    export_clip: float = of_run(0.0, "clip rows at about N deviations; 0: not, or as published")
     gptq_batches: int = of_run(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    control_tensor_name_patterns: str = of_training(CONTROL, "for Adam, and exported in float32")
+    control_tensor_name_patterns: str = of_training(CONTROL, "parts of names: Adam's, float32")
     int8_keep_float_max_numel: int = of_run(65536, "tensors of at most N numbers stay floats")
-    size_cap: int = of_run(0, "most bytes of code and artifact; a set EXPORT_CLIP rises to fit")
+    size_cap: int = of_run(0, "most bytes of code and artifact; EXPORT_CLIP rises to fit if set")
 
     def __post_init__(self):
         for f in fields(self):
@@ -170,7 +168,7 @@ OF_MODEL = ["TOKENIZER_PATH", *(n for n, f in FIELDS.items() if f.metadata["kind
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: its rank, their number and its device."""
+    """One process of a run: its rank, the number of ranks and its device."""
     rank: int
     world_size: int
     device: torch.device
@@ -208,9 +206,9 @@ def rms_norm(x, gain=1.0):
     return (x * (factors * gain)).to(x.dtype)  # in this order, the gain's gradient is a short sum
 
 def linear(x, *layers, scale=None):
-    """x (..., D) @ weight.T * scale (N,) in x's type, for one layer or several at once."""
+    """x (..., D) @ weight.T * scale, in x's type; the outputs of several layers are joined."""
     for layer in layers:
-        if hasattr(layer, "inputs_gram"):  # `calibrate` sums x^T x (D, D).
+        if hasattr(layer, "inputs_gram"):  # While `calibrate` runs: it wants x^T x (D, D).
             rows = x.detach().flatten(0, -2).float()
             layer.inputs_gram = layer.inputs_gram + rows.mT @ rows
     weights = [layer.weight for layer in layers]
@@ -243,35 +241,36 @@ def causal_attention(q, k, v, kernel: str):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
     if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2).transpose(1, 2)
-    has_groups = kernel in ("cudnn", "flash")  # The others need as many keys as queries.
-    if group > 1 and not has_groups:
+    takes_groups = kernel in ("cudnn", "flash")  # For the others, keys and values are repeated.
+    if group > 1 and not takes_groups:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=has_groups)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
     return y.transpose(1, 2)
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # one token in front
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # F.pad starts at the last dimension.
 
 def smear(x, share):
-    """Add a share (D,) of the token before to x (B, T, D): modded-nanogpt#130; -0.030 bpb."""
+    """x (B, T, D), plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
-    """Take the slower channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
+    """Take channels of k (B, T, K, C) from the token before, so that one layer can find what
+    followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
     pairs = k.size(3) // 2
+    kept = rope_dims // 2 or pairs // 2  # pairs: all that rotate, or the faster half of them
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
-    return torch.where(pair < (rope_dims or pairs) // 2, k, token_before(k))
+    return torch.where(pair < kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Remove what is along the own value v (B, T, K, C) from y (B, T, H, C) (arXiv:2603.09078)."""
-    own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1; gained 0.008 bpb
+    """Project y (B, T, H, C) off its token's own value v (B, T, K, C) (arXiv:2603.09078)."""
+    own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1; -0.008 bits per byte
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own
 
 class Attention(nn.Module):
-    """Causal self-attention of x (B, T, D); queries and keys are normed, with a gain a head."""
+    """Causal self-attention of x (B, T, D) by normed queries and keys; query heads have gains."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -336,12 +335,12 @@ class LaneBlock(Block):
     """A block whose MLP reads a stream of its own, the lane (parameter-golf#1518; -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        shares = [[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]  # x and lane: of itself, attention, MLP
-        self.resid_mix_lanes = nn.Parameter(torch.tensor(shares))
+        shares = [[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]  # rows: x, lane; columns: own, attention, MLP
+        self.resid_mix_lanes = nn.Parameter(torch.tensor(shares))  # Adam's: its name is in CONTROL.
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = mix[0] * x + mix[1] * x0
+        mixed = mix[0] * x + mix[1] * x0  # Unlike in Block, only attention reads it.
         attended = dropout(self.attn(rms_norm(mixed), cos, sin, self.attn_scale), drop_rate)
         fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
@@ -358,14 +357,14 @@ def cross_entropy(logits, targets, limit: float):
     return (nats * is_counted).sum() / is_counted.sum()
 
 class GPT(nn.Module):
-    """A GPT whose first half of blocks has skip connections to the second, last to first."""
+    """A GPT; the first half of its blocks has skip connections to the second, last to first."""
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # float32 for "auto"
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # also of unresolved auto
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Layers are drawn in the published order.
+        self.tok_emb = nn.Embedding(rows, width)  # Layers use up random numbers as published.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -373,7 +372,7 @@ class GPT(nn.Module):
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # a tensor: 0 needs no other graph
+        rate = torch.zeros(()) if config.dropout else None  # A tensor can change without compiling.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -387,11 +386,11 @@ class GPT(nn.Module):
         exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
         # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
         frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)
-        if self.compute_dtype == torch.bfloat16:  # As published, all is rounded once.
+        if self.compute_dtype == torch.bfloat16:  # As published, initial values are rounded.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for small decays
+                self.tok_emb.bfloat16()  # as published; too coarse for AdamW's rates and for decay
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -406,7 +405,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == self.first_lane:
                 lane = x.clone()
-            if i >= self.half and skips:  # The last one of an odd number gets none.
+            if i >= self.half and skips:  # In an odd number of blocks, the last one gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
                 x = block(x, x0, cos, sin, self.drop_rate)
@@ -417,7 +416,7 @@ class GPT(nn.Module):
         return x if lane is None else lane  # Every block's output is in the lane, too.
 
     def logits(self, x):
-        """Next-token logits (..., V), float32, from `hidden` (..., D), at any of its positions."""
+        """Next-token logits (..., V), float32, of all or some outputs (..., D) of `hidden`."""
         cap = self.config.logit_softcap
         logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
         return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
@@ -466,14 +465,14 @@ class Muon(torch.optim.Optimizer):
             grads = torch.stack([p.grad for p in params])
             momentum = self.state[params[0]]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(grads)
-            share = math.ceil(len(params) / world_size)  # that a rank orthogonalizes
+            share = math.ceil(len(params) / world_size)  # the matrices that a rank orthogonalizes
             mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # The last has fewer.
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # for the last ranks
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
-            updates = updates * max(1, shape[0] / shape[1]) ** 0.5
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's reference code
             if world_size > 1:  # The transfer runs while this rank goes on with the next bank.
                 gathered = updates.new_empty(share * world_size, *shape)
                 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # new, old
@@ -501,12 +500,12 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
         if p.ndim == 2 and name.startswith("blocks.") and not is_control:
             kind = "matrix"
         groups[kind]["params"].append(p)
-    muon = {}
+    others = {}
     if config.optimizer == "muon":
-        muon["muon"] = Muon([groups.pop("matrix")], config, ranks)
+        others["muon"] = Muon([groups.pop("matrix")], config, ranks)
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
                              betas=(config.beta1, config.beta2), fused=config.fused or None)
-    return {"adam": adam, **muon}
+    return {"adam": adam, **others}
 
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
@@ -526,7 +525,7 @@ class TokenLoader:
         step_rows = config.train_batch_tokens // config.train_seq_len
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length + (not self.shuffled)  # As published, spans share no token.
+        self.stride = self.length if self.shuffled else self.length + 1  # Spans share no token.
 
     def read(self, start: int, size: int):
         """`size` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
@@ -536,22 +535,22 @@ class TokenLoader:
             index = np.searchsorted(self.ends, place, side="right")
             path, tokens = self.shards[index]
             place -= self.ends[index] - len(tokens)  # in this shard
-            part = check_ids(tokens[place:place + size], self.config.vocab_size, path)
-            parts.append(part)
-            start, size = start + len(part), size - len(part)
+            parts.append(check_ids(tokens[place:place + size], self.config.vocab_size, path))
+            start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
 
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
         """This rank's inputs and targets (B, T), int64, by micro-batches."""
         config, texts = self.config, []
         first = step * self.pieces
-        epoch = self.rows // self.pieces  # in steps
-        last_epoch = round(expected_steps) - epoch  # its first step
-        if self.shuffled and 0 < epoch <= last_epoch <= step:  # It shall end with the run.
-            first = 10**6 * self.rows + step % epoch * self.pieces  # It is number 10^6.
+        epoch_steps = self.rows // self.pieces
+        last_epoch_start = round(expected_steps) - epoch_steps
+        # The last epoch ends with the run; its order is number 10^6, which no other epoch has.
+        if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
+            first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
-            if self.shuffled:
+            if self.shuffled:  # from a place in the endless order to the row that it holds
                 piece = epoch_order(config.seed, piece // self.rows, self.rows)[piece % self.rows]
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
@@ -564,8 +563,8 @@ class TokenLoader:
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the learning rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
 
-    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the run;
-    or, as published, in the last WARMDOWN_ITERS steps: if time is limited, in as much time."""
+    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the run; or,
+    as published, in the last WARMDOWN_ITERS steps, or as much time if the time is limited."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -595,9 +594,10 @@ class Trainer:
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.ddp = self.model
-        if ranks.world_size > 1:  # DDP gives all ranks the weights of rank 0, then mean gradients
-            torch._dynamo.config.optimize_ddp = False  # in one bucket, where the one graph ends.
+        self.ddp = self.model  # or its wrapper, if there are several ranks
+        if ranks.world_size > 1:
+            # DDP averages the gradients in one bucket, after the backward pass: one graph is left.
+            torch._dynamo.config.optimize_ddp = False
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
                            broadcast_buffers=False)
 
@@ -610,13 +610,13 @@ class Trainer:
                 group["lr"] = group["base_lr"] * factor
                 if name == "muon":
                     group["momentum"] = momentum
-        if config.dropout:  # A resumed run draws the same.
+        if config.dropout:  # A resumed run draws the same: integers have fixed hashes.
             torch.manual_seed(hash((config.seed, step, self.ranks.rank)))
             self.model.drop_rate.fill_(config.dropout)
         losses = torch.zeros((), device=self.ranks.device)
         for i, (inputs, targets) in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.ddp(inputs, targets) * (1 / len(batches))
+            loss = self.ddp(inputs, targets) * (1 / len(batches))  # rounded as published
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
@@ -625,7 +625,7 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in params])
-        if config.grad_clip_norm > 0:  # A norm of NaN is taken for inf, or all would become NaN.
+        if config.grad_clip_norm > 0:  # As inf, a norm of NaN does not spoil the finite gradients.
             nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm.nan_to_num(math.inf))
         for optimizer in self.optimizers.values():
             self.scaler.step(optimizer)
@@ -640,7 +640,7 @@ class Trainer:
                 "optimizers": [o.state_dict() for o in self.optimizers.values()]}
 
     def load_state_dict(self, state: dict):
-        """Return to a `state_dict` and start the clock. `param_groups` become new objects."""
+        """Return to a `state_dict` and start the clock."""
         self.model.load_state_dict(dict(state["model"]))  # dict(): without a file's _metadata
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             optimizer.load_state_dict(old)
@@ -651,7 +651,7 @@ def train(trainer, loader, validation, log):
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
 
     A turn does what is due, makes a step, and reads the next batch while a GPU computes. At some
-    steps, it waits for the device, and the ranks agree on the time, an estimate in between."""
+    steps, it waits for the device and the ranks agree on the time; else, time is an estimate."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     first_step, last_logged, batches = clock.step, (clock.step, clock.time_ms), []
     while True:
@@ -674,10 +674,10 @@ def train(trainer, loader, validation, log):
         batches = loader.batches(step, expected_steps) if step < config.iterations else []
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        often = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waiting costs a GPU.
-        periods = (often, config.val_loss_every, config.checkpoint_every)
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # It idles GPUs.
+        periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or is_near_end or any(is_due(step, every) for every in periods):
-            # GradScaler skips a step that overflows, as long as it can lower its scale.
+            # GradScaler skips steps that overflow and lowers its scale, for us down to 2^-20.
             can_skip = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             checked = loss if can_skip else loss + norm
             if clock.synchronize(not checked.isfinite()):
@@ -699,10 +699,10 @@ def find_ranks() -> list[int]:
                 "are not all set: start with torchrun, or put tools/ranks.sh before python")
     return [0, 1, 0, 1]
 
-def count_cores(here: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """The cores `here`, or a container's quota of CPUs by Linux's cgroup v2, if less."""
+def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """`cores`, or a container's quota of CPUs by Linux's cgroup v2, if that is less."""
     used, period = quota.read_text().split() if quota.exists() else ("max", "1")  # microseconds
-    return here if used == "max" else min(here, int(used) / int(period))
+    return cores if used == "max" else min(cores, int(used) / int(period))
 
 def start_ranks(config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
@@ -720,7 +720,7 @@ def start_ranks(config) -> Ranks:
     torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # sums in one order
     torch.utils.deterministic.fill_uninitialized_memory = False  # It would cost 2 % of the time.
     if size > 1:
-        store, *_ = next(dist.rendezvous("env://", rank, size))  # It outlives torchrun's restarts.
+        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
@@ -734,9 +734,9 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 def choose_attention(config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that can run a row here. Raises ValueError for none."""
+    """Enable ATTN, or the first kernel that can run 64 tokens here. Raises ValueError for none."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
-    capability = device.type == "cuda" and torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
         kernels.insert(0, "cudnn")  # It is 1.6 times as fast there.
     elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
@@ -746,7 +746,7 @@ def choose_attention(config, device: torch.device) -> str:
     q = torch.ones(1, 64, config.num_heads, width, **like)
     k = torch.ones(1, 64, config.num_kv_heads, width, **like)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name, pytorchs_name in SDPA.items():  # all off but this one; for "tiled", all
+        for name, pytorchs_name in SDPA.items():  # Turn all off, except for this one.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
         with suppress(Exception), warnings.catch_warnings(action="ignore"):  # It cannot run here.
             causal_attention(q, k, k, kernel).sum().backward()
@@ -781,7 +781,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """The model's settings in a file, with unknown ones that are not 0 or empty; {} if none."""
+    """The model's settings in a file, and unknown ones that are set; {} if it is unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -805,14 +805,14 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
         path = Path("logs", path, MODEL_FILE).as_posix()
         given["INIT_FROM"] = (path, origin)
-    for name, value in read_model(path).items():
+    for name, value in (read_model(path) if path else {}).items():
         require(name in OF_MODEL, f"{path} has a setting that this script does not know: {name}")
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
     for name in given.keys() - FIELDS.keys():  # Other programs have variables, too.
         text, origin = given.pop(name)
-        likeness = 0.85 if origin == "environment" else 0.5
+        likeness = 0.85 if origin == "environment" else 0.5  # Refuse few of others' variables.
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
@@ -826,8 +826,8 @@ def matches(name: str, patterns: str) -> bool:
 
 # ---- Log -------------------------------------------------------------------------------
 def lock(file):
-    """Hold an open file until this process ends. Raises ValueError if another one holds it."""
-    with suppress(ImportError, OSError):  # Windows has no fcntl; a Lustre may have no locks.
+    """Lock a file while it is open. Raises ValueError if another process has locked it."""
+    with suppress(ImportError, OSError):  # Windows has no fcntl; some Lustre mounts have no locks.
         import fcntl
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -837,7 +837,7 @@ def lock(file):
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
-        self.code, self.files = source.encode(), ()
+        self.code, self.files = source.encode(), ()  # `export` counts the code's bytes.
         if not is_main:
             return
         Path("logs").mkdir(exist_ok=True)
@@ -864,7 +864,7 @@ class RunLog:
                 warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl, and the line that the format `text` makes of them."""
+        """Write values to the .jsonl and, formatted by `text`, a line to the console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             finite = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -872,11 +872,11 @@ class RunLog:
         if text:
             self.line(text.format(**values))
 
-# ---- Validation ------------------------------------------------------------------------
+# ---- Shards and validation -------------------------------------------------------------
 def open_shard(path):
-    """A shard's tokens as a uint16 memory map. Raises ValueError if it is empty or damaged."""
+    """A shard's uint16 tokens, after magic number, version and count. ValueError if damaged."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
-    require(len(header) == 3 and header[:2] == SHARD_START, f"{path} is not a token shard")
+    require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
     size = path.stat().st_size
     require(header[2] > 0 and size == HEADER_BYTES + 2 * header[2], f"{path} is damaged: {size} "
             f"bytes do not match {header[2]} tokens; make or download it again")
@@ -907,7 +907,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
-            kind, lengths = "byte", [0] * 4 + [1] * 256
+            kind, lengths = "byte", [0] * 4 + [1] * 256  # four special tokens, then the bytes
         elif path.endswith(".model"):
             import sentencepiece
             kind = "sentencepiece"
@@ -915,8 +915,8 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                is_mark = piece in CASE_MARKS and model.get_score(i) == 0
-                if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+                is_case_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
+                if is_case_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
                 lengths.append(1 if model.is_byte(i) else len(piece.encode()))
                 starting_lengths.append(lengths[i] - (prepends and piece.startswith(" ")))
@@ -935,7 +935,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     return kind, table, np.array(is_control or [False] * len(lengths))
 
 class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json counts others."""
+    """The validation text and its bytes. Raises ValueError if manifest.json contradicts them."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
@@ -973,10 +973,10 @@ class Validation:
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i is scored from starts[i] to its end, stops[i]; those that fill a batch nowhere.
+        # Window i is scored from starts[i] to its end, stops[i]. Empty windows fill the last batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # A short text is scored with training's graph and its gradients: compiling takes longer.
+        # Below 2^20 tokens, training's graph, with gradients, costs less than compiling another.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"  # #195910
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64.
@@ -1019,7 +1019,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None, second_moment=No
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # `clip` deviations, or all
         if clip and second_moment is not None:
-            # An error costs about scale^2 x this: rows of rare tokens may be rounded coarsely.
+            # An error costs about scale^2 * costs: rows of rare tokens may be rounded coarsely.
             costs = second_moment.float().cpu().mean(1) * rows.var(1)
             costs = costs / costs.mean().clamp_min(1e-30) + 1e-4
             limits = limits * costs.pow(-0.25).clamp(min=min(1, 6 / clip))  # at least 6 deviations
@@ -1037,9 +1037,8 @@ def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     about = {name: getattr(config, name.lower()) for name in OF_MODEL}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
-    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about), "quantized": {}}
-    artifact |= {"scales": {}, "dtypes": {}, "passthrough": {}, "qmeta": {},
-                 "passthrough_orig_dtypes": {}}
+    keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
+    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         is_control = matches(name, config.control_tensor_name_patterns)
@@ -1047,7 +1046,7 @@ def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             options = (bits, config.export_clip, *(calibration or {}).get(name, ()))
             if (published and not calibration) or is_control or t.ndim != 2:
-                options = ()
+                options = ()  # as published
             artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t, *options)
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
@@ -1076,7 +1075,7 @@ def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote in a file, which zlib may have packed. Runs no code of hostile ones."""
+    """What torch.save wrote in a file, which zlib may have packed. The file can run no code."""
     data = Path(path).read_bytes()
     if not data.startswith(b"PK"):  # torch.save writes zip archives.
         data = zlib.decompressobj().decompress(data, 32 * len(data))  # limited, against zip bombs
@@ -1092,10 +1091,11 @@ def load_weights(model, path: str | Path):
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
-                scale, rows = state["scales"][name], values.shape[:1] * (values.ndim == 2)
-                fits = values.shape == model.get_parameter(name).shape and scale.shape == rows
+                scale, is_matrix = state["scales"][name], values.ndim == 2
+                fits = values.shape == model.get_parameter(name).shape
+                fits &= scale.shape == (values.shape[:1] if is_matrix else ())
                 require(fits, f"{name} has another shape")
-                scale = scale[:, None] if rows else scale  # one for each row, or one for all
+                scale = scale[:, None] if is_matrix else scale  # one for each row, or one for all
                 state["passthrough"][name] = values.float() * scale
             state = state["passthrough"]
         model.load_state_dict(dict(state))  # dict(): without a file's _metadata
@@ -1125,7 +1125,7 @@ def calibrate(trainer, steps: list[list]) -> dict[str, tuple]:
         for inputs, targets in sum(steps, []):
             model(inputs, targets)
     for name, layer in layers.items():
-        if isinstance(layer.inputs_gram, Tensor):
+        if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
             second_moment = adam.state.get(layer.weight, {}).get("exp_avg_sq")  # None for Muon's
             inputs_gram = trainer.ranks.sum(layer.inputs_gram).cpu()
             calibration[f"{name}.weight"] = (inputs_gram, second_moment)
@@ -1196,8 +1196,8 @@ class Clock:
         self.set(0, 0.0)
 
     def set(self, step: int, time_ms: float):
-        """Start the clock after `step` steps, which took `time_ms`; first, collect garbage."""
-        gc.collect(1)  # only young objects; automatic collection is off: see `signals_kept`
+        """Start the clock after `step` steps, which took `time_ms`."""
+        gc.collect(1)  # young objects, off the clock: `signals_kept` keeps Python from doing it
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1214,7 +1214,7 @@ class Clock:
         self.synchronize()
         stopped_ms = self.time_ms
         yield
-        self.synchronize()
+        self.synchronize()  # Wait for all ranks and take their signals; the time is dropped.
         self.set(self.step, stopped_ms)
 
     def on_signal(self, number: int, frame):
@@ -1224,16 +1224,18 @@ class Clock:
             with suppress(OSError):  # The terminal may be closed.
                 os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
         self.signals.append((number, now))
-        first, received = self.signals[0]  # Within a second, torchrun's SIGTERM follows Ctrl-C.
+        first, received = self.signals[0]
+        # Within a second of Ctrl-C, torchrun sends SIGTERM: that is no second wish.
         if signal.SIGINT in (first, number) and now > received + 1:
-            (sys.exit if self.ranks.world_size == 1 else os._exit)(128 + number)
+            leave = sys.exit if self.ranks.world_size == 1 else os._exit  # It waits for no rank.
+            leave(128 + number)
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
 
 def warm_up(trainer, loader, log):
-    """Take WARMUP_STEPS steps, undo them, start the clock."""
+    """Take WARMUP_STEPS steps of one micro-batch each, undo them and start the clock."""
     before = saved(trainer.state_dict())
     steps = trainer.config.warmup_steps if trainer.config.iterations else 0
     for i in range(1, steps + 1):
@@ -1251,16 +1253,16 @@ def validate(trainer, validation, log):
                   step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
                   step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
 
-def log_step(trainer, loader, log, losses, norm, since: tuple):
+def log_step(trainer, loader, log, loss, norm, since: tuple):
     """Log the step just done; `since`: step and ms of the line before. Collective."""
     config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
-    loss = trainer.ranks.sum(losses).item() / trainer.ranks.world_size
+    mean_loss = trainer.ranks.sum(loss).item() / trainer.ranks.world_size
     rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
     optimizer = trainer.optimizers.get("muon", trainer.optimizers["adam"])
     log.event("train", "step:{step}/{iterations} train_loss:{train_loss:.4f} train_time:"
               "{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} grad_norm:"
               "{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}",
-              step=step, iterations=config.iterations, train_loss=loss, train_time_ms=time_ms,
+              step=step, iterations=config.iterations, train_loss=mean_loss, train_time_ms=time_ms,
               step_avg_ms=time_ms / step, grad_norm=norm.item(), tok_per_sec=rate,
               lr=optimizer.param_groups[0]["lr"], mem_mib=torch.cuda.max_memory_allocated() >> 20,
               epoch=step * loader.pieces * loader.stride / loader.tokens)
@@ -1269,7 +1271,7 @@ def export(trainer, loader, validation, log):
     """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # The last checkpoint took time that was not training.
+    clock.set(clock.step, clock.time_ms)  # Do not count the time that the last checkpoint took.
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
@@ -1288,7 +1290,7 @@ def export(trainer, loader, validation, log):
         if ranks.device.type == "cuda" and ranks.world_size > 1:
             torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun sets 1: peers time out
         data, about = pack(state, config, calibration)
-        most_clip = 2 * config.export_clip  # a limit: other ranks wait
+        most_clip = 2 * config.export_clip  # a limit, because the other ranks are waiting
         while 0 < config.size_cap < len(data) + code and config.export_clip < most_clip:
             log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raising it")
             config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
@@ -1307,9 +1309,10 @@ Total submission size int8+zlib: {total_bytes} bytes""",
         if 0 < config.size_cap < len(data) + code:
             log.line(f"WARNING: above SIZE_CAP={config.size_cap}; use EXPORT_CLIP or EXPORT_BITS")
         load_weights(trainer.model, path)
-    for p in (trainer.model.parameters() if ranks.world_size > 1 else ()):
-        dist.broadcast(p.data, 0)  # The other ranks may not see the file.
-    clock.synchronize()
+    if ranks.world_size > 1:  # The other ranks may not see the file.
+        for p in trainer.model.parameters():
+            dist.broadcast(p.data, 0)
+    clock.synchronize()  # All ranks learn of signals that came meanwhile.
 
 def log_final_scores(trainer, validation, log):
     """Score what the artifact holds. Raises ValueError if that is not finite."""
@@ -1326,7 +1329,7 @@ def log_final_scores(trainer, validation, log):
 
 def plan_batch(config, ranks) -> Config:
     """Set the sizes of batch, spans and micro-batches. A step reads 8 equal spans of text (4, 2 or
-    1 if it has fewer rows), so that 1, 2, 4 and 8 ranks compute the same. Raises ValueError."""
+    1 if it has fewer rows): up to as many ranks compute the same. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1338,17 +1341,16 @@ def plan_batch(config, ranks) -> Config:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {unit}", file=sys.stderr)
     width = config.model_dim * getattr(torch, config.dtype).itemsize
     limits = {"cpu": (2 << 20) // width, "mps": length}  # On CPUs, 2 MiB stay in the cache.
-    if ranks.device.type == "cuda":  # shares of the memory, by an H100's peaks in bytes a token
+    if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
     rows = tokens // (ranks.world_size * length)  # of a rank
-    most = min(rows, max(1, int(limit / length)))
-    rows_at_once = next(n for n in range(most, 0, -1) if rows % n == 0)
+    at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
     return replace(config, train_batch_tokens=tokens, grad_accum_steps=spans_per_rank,
-                   micro_batch_tokens=rows_at_once * length)
+                   micro_batch_tokens=at_once * length)
 
 def resolve(config, ranks) -> Config:
     """Replace automatic settings with their values; round the batch. Raises ValueError."""
@@ -1373,8 +1375,7 @@ def announce(trainer, loader, validation, log, overrides: dict):
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
     settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
-    groups = sum((optimizer.param_groups for optimizer in trainer.optimizers.values()), [])
-    rates = {group["kind"]: group["base_lr"] for group in groups}
+    rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers.values() for g in o.param_groups}
     log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
               val_tokens=validation.num_targets, val_bytes=validation.bytes,
               torch=torch.__version__, world_size=ranks.world_size, threads=torch.get_num_threads(),
@@ -1427,17 +1428,16 @@ def signals_kept(clock):
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
 def run(config, overrides: dict, source: str) -> int:
-    """Train, export and score. Returns the exit status; raises ValueError, OSError and others."""
+    """Train, export and score; return the exit status. `main` says what its errors mean."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # .ptz: only score it
-    # A model in logs/RUN_ID is never replaced; one in another OUT_DIR is.
-    model = Path("logs", config.run_id, MODEL_FILE)
-    replaces = exports and model.parent == Path(config.out_dir) and model.exists()
+    artifact = Path("logs", config.run_id, MODEL_FILE)  # In another OUT_DIR, it may be replaced.
+    replaces = exports and artifact.parent == Path(config.out_dir) and artifact.exists()
     require(checkpoint or not replaces,
-            f"{model} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
+            f"{artifact} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
@@ -1458,7 +1458,7 @@ def run(config, overrides: dict, source: str) -> int:
     if checkpoint:
         log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
-    del checkpoint
+    del checkpoint  # It is as large as the model and its optimizers' states.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
@@ -1491,7 +1491,7 @@ def main() -> int:
         print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
         print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
-    if dist.is_initialized():  # Threads of gloo may abort Python's own end.
+    if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
     return status
 
