@@ -236,16 +236,14 @@ def tiled_attention(q, k, v):
     return torch.cat(outputs, 3)
 
 def causal_attention(q, k, v, kernel: str):
-    """Grouped causal attention (arXiv:2305.13245): q (B, T, H, C), k, v (B, T, K, C)."""
-    group = q.size(2) // k.size(2)  # query heads that share a key
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
+    """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
+    group = q.size(1) // k.size(1)  # query heads that share a key
     if kernel == "tiled":
-        return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2).transpose(1, 2)
+        return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2)
     takes_groups = kernel in ("cudnn", "flash")  # For the others, keys and values are repeated.
     if group > 1 and not takes_groups:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
-    return y.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
@@ -291,9 +289,10 @@ class Attention(nn.Module):
             k = shift_keys(k, self.config.rope_dims)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
-        y = causal_attention(q, k, v, self.config.attn)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
+        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)
         if self.config.exclusive_attn:
-            y = remove_own_value(y, v)
+            y = remove_own_value(y, v.transpose(1, 2))
         return linear(y.flatten(2), self.proj, scale=scale)
 
 class MLP(nn.Module):
@@ -743,8 +742,8 @@ def choose_attention(config, device: torch.device) -> str:
         kernels.insert(0, "tiled")  # Longer rows would need much memory.
     width = config.model_dim // config.num_heads
     like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
-    q = torch.ones(1, 64, config.num_heads, width, **like)
-    k = torch.ones(1, 64, config.num_kv_heads, width, **like)
+    q = torch.ones(1, config.num_heads, 64, width, **like)
+    k = torch.ones(1, config.num_kv_heads, 64, width, **like)
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name, pytorchs_name in SDPA.items():  # Turn all off, except for this one.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
