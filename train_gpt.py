@@ -509,16 +509,21 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
 def epoch_order(seed: int, epoch: int, rows: int):
-    """The order of the rows in an epoch of LOADER=shuffled: a permutation, int64 (rows,)."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)
+    """The order of the rows in an epoch of LOADER=shuffled: a permutation, uint32 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
     """The shards as one endless text in pieces: rows if shuffled, else `plan_batch`'s spans."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
-        self.ends = np.cumsum([len(tokens) for _, tokens in self.shards])
+        self.ends = np.cumsum([count for _, count in self.shards])
         self.tokens = int(self.ends[-1])
+        # RESUME knows the text by a digest: of all of a short one, else of the shards' beginnings.
+        paths = [*dict(self.shards), *sorted(Path(config.data_path).glob("*_val_[0-9]*.bin"))]
+        most = max(4096, 2**24 // len(paths))
+        starts = [np.fromfile(path, np.uint8, count=HEADER_BYTES + 2 * most) for path in paths]
+        self.text_sha256 = sha256(np.concatenate(starts)).hexdigest()
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
         step_rows = config.train_batch_tokens // config.train_seq_len
@@ -527,15 +532,16 @@ class TokenLoader:
         self.stride = self.length if self.shuffled else self.length + 1  # Spans share no token.
 
     def read(self, start: int, size: int):
-        """`size` tokens (uint16) from `start`. Raises ValueError as check_ids does."""
+        """`size` tokens (uint16) from `start`. Raises ValueError as read_shard does."""
         parts = []
         while size > 0:
             place = start % self.tokens
             index = np.searchsorted(self.ends, place, side="right")
-            path, tokens = self.shards[index]
-            place -= self.ends[index] - len(tokens)  # in this shard
-            parts.append(check_ids(tokens[place:place + size], self.config.vocab_size, path))
-            start, size = start + len(parts[-1]), size - len(parts[-1])
+            path, count = self.shards[index]
+            left = int(self.ends[index]) - place  # tokens from here to the end of the shard
+            part = read_shard(path, self.config.vocab_size, count - left, min(size, left))
+            parts.append(part)
+            start, size = start + len(part), size - len(part)
         return np.concatenate(parts)
 
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
@@ -550,7 +556,8 @@ class TokenLoader:
         first = 0 if config.overfit else first
         for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
             if self.shuffled:  # from a place in the endless order to the row that it holds
-                piece = epoch_order(config.seed, piece // self.rows, self.rows)[piece % self.rows]
+                order = epoch_order(config.seed, piece // self.rows, self.rows)
+                piece = int(order[piece % self.rows])
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, config.train_seq_len)
@@ -872,33 +879,36 @@ class RunLog:
             self.line(text.format(**values))
 
 # ---- Shards and validation -------------------------------------------------------------
-def open_shard(path):
-    """A shard's uint16 tokens, after magic number, version and count. ValueError if damaged."""
+def count_tokens(path) -> int:
+    """The tokens of a shard, whose header has magic number, version and count. Raises ValueError."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
     size = path.stat().st_size
     require(header[2] > 0 and size == HEADER_BYTES + 2 * header[2], f"{path} is damaged: {size} "
             f"bytes do not match {header[2]} tokens; make or download it again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    return header[2]
 
-def open_split(config, split: str) -> dict[Path, np.ndarray]:
-    """The shards of "train" or "val", uint16, in the order of their names. Raises ValueError."""
-    where = f"DATA_PATH={config.data_path!r}"
-    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
-    require(paths, f"there is no {where} with *_{split}_*.bin; use {' or '.join(sorted(others))}")
-    shards = {path: open_shard(path) for path in paths}
-    tokens = sum(map(len, shards.values()))
-    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
-            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
-    return shards
-
-def check_ids(tokens, vocab_size: int, path):
-    """Return tokens of the shard `path`. Raises ValueError if one is not in the vocabulary."""
+def read_shard(path, vocab_size: int, start=0, count=-1):
+    """`count` tokens (uint16) of a shard from `start`, or all. Raises ValueError if one is not in
+    the vocabulary. The file is closed again: a large text has more shards than may be open."""
+    tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
+    require(len(tokens) >= max(1, count), f"{path} has become shorter; make or download it again")
     largest = int(tokens.max())
     require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
     return tokens
+
+def open_split(config, split: str) -> dict[Path, int]:
+    """The tokens of each shard of "train" or "val", in the order of names. Raises ValueError."""
+    where = f"DATA_PATH={config.data_path!r}"
+    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
+    require(paths, f"there is no {where} with *_{split}_*.bin; use {' or '.join(sorted(others))}")
+    shards = {path: count_tokens(path) for path in paths}
+    tokens = sum(shards.values())
+    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
+            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     """Kind of the tokenizer; bytes of each token (V, 2), in a text and after a control token, where
@@ -949,8 +959,8 @@ class Validation:
         listed = self.data_sha256.keys() or there
         odd = sorted(there ^ listed if config.iterations else there - listed)  # 0 only scores
         require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
-        shards = open_split(config, "val").items()
-        tokens = np.concatenate([check_ids(ids, config.vocab_size, path) for path, ids in shards])
+        shards = open_split(config, "val")
+        tokens = np.concatenate([read_shard(path, config.vocab_size) for path in shards])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
         target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]

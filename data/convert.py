@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from shards import ShardWriter, finish, split_documents, write_dataset
+from shards import ShardWriter, finish, map_shard, split_documents, write_dataset
 from tokenization import Tokenizer, load_tokenizer
 
 SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
@@ -29,7 +29,8 @@ def open_tokens(path: Path, dtype: str | None) -> np.ndarray:
             tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
         else:
             import train_gpt
-            return train_gpt.open_shard(path)
+            train_gpt.count_tokens(path)
+            return map_shard(path)
     except Exception as error:  # NumPy raises many types
         hint = "" if path.suffix == ".npy" or dtype else "; ids without a header, as nanoGPT's, need --dtype uint16"
         raise ValueError(f"{path} cannot be read: {error}{hint}") from None

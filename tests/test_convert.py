@@ -44,7 +44,7 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     validation, splits = check(out), json.loads((out / "manifest.json").read_text())["splits"]
     train, val = splits["train"], splits["val"]
     assert validation.tokens.tolist() == byte_stream(*TEXTS)
-    tokens = np.concatenate(list(train_gpt.open_split(validation.config, "train").values()))
+    tokens = np.concatenate([train_gpt.read_shard(path, 1 << 16) for path in train_gpt.open_split(validation.config, "train")])
     assert tokens.tolist() == byte_stream(*TEXTS * 30)
     assert validation.bytes == val["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert train["bytes"] == 30 * val["bytes"] and val["original_per_decoded_byte"] == 1.0
