@@ -8,6 +8,10 @@ The science comes first, from Config to train; the rest is machinery. In shapes 
 B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
 "As published" means: as in the script of the parameter-golf challenge.
 """
+from pathlib import Path
+
+SOURCE = Path(__file__).read_text("utf-8")  # now: it may be edited while the imports run
+
 import difflib
 import gc
 import io
@@ -24,9 +28,9 @@ import zipfile
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -41,7 +45,7 @@ HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
-STOPS = {"SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"}  # from job systems and terminals
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # as job systems send
 SDPA = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}  # by ATTN
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not misspelled
 IGNORED = {"loop_start", "loop_end", "loop_at"}  # Old files hold these; alone, they do nothing.
@@ -105,7 +109,7 @@ class Config:
     qk_gain_init: float = of_training(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = of_training(0.005, "initial deviation of a tied table")
     init: str = of_training("baseline", "gpt2: all weights normal, std 0.02", "baseline|gpt2")
-    mlp_slope: float = of_model(0.0, "slope of the MLP's ReLU below 0, before the square")
+    mlp_slope: float = of_model(0.0, "slope of the MLP's ReLU below 0, before the square", high=1)
     rope_dims: int = of_model(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = of_model(False, "take a part of each key from the token before")
     exclusive_attn: bool = of_model(False, "project a token's own value out of its output")
@@ -118,21 +122,21 @@ class Config:
     tied_embed_lr: float = of_training(0.03, "learning rate of a tied embedding, with Muon")
     matrix_lr: float = of_training(0.02, "learning rate of the blocks' matrices, with Muon")
     scalar_lr: float = of_training(0.02, "learning rate of all other parameters, with Muon")
-    muon_momentum: float = of_training(0.99, "Muon's momentum after its warm-up")
+    muon_momentum: float = of_training(0.99, "Muon's momentum after its warm-up", high=1)
     muon_backend_steps: int = of_training(5, "Newton-Schulz steps of Muon")
     muon_row_norm: bool = of_training(False, "scale an update's rows to 1, then orthogonalize")
-    muon_momentum_warmup_start: float = of_training(0.92, "Muon's momentum at step 0")
+    muon_momentum_warmup_start: float = of_training(0.92, "Muon's momentum at step 0", high=1)
     muon_momentum_warmup_steps: int = of_training(1500, "raise Muon's momentum over N steps")
-    beta1: float = of_training(0.9, "Adam's decay of the first moment")
-    beta2: float = of_training(0.95, "Adam's decay of the second moment")
+    beta1: float = of_training(0.9, "Adam's decay of the first moment", high=1)
+    beta2: float = of_training(0.95, "Adam's decay of the second moment", high=1)
     adam_eps: float = of_training(1e-8, "Adam's epsilon", low=1e-30)
     fused: bool = of_training(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
     weight_decay: float = of_training(0.0, "shrink matrices and tables by N * rate in a step")
     dropout: float = of_training(0.0, "share of outputs to drop; ranks draw their own", high=0.9)
     lr_schedule: str = of_training("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = of_training(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = of_training(0.0, "falling part of the run; 0: WARMDOWN_ITERS")
-    min_lr: float = of_training(0.0, "learning rate at the end, as a fraction of the peak")
+    warmdown_fraction: float = of_training(0.0, "falling part of it; 0: WARMDOWN_ITERS", high=1)
+    min_lr: float = of_training(0.0, "lowest learning rate, as a fraction of the peak", high=1)
     grad_clip_norm: float = of_training(0.0, "clip the gradients to this global norm; 0: off")
     checkpoint_every: int = of_run(0, "every N steps, and if stopped", section="\nCheckpoints\n")
     keep_checkpoints: int = of_run(2, "keep the N newest checkpoints of the run", low=1)
@@ -493,9 +497,10 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
     groups = {kind: dict(kind=kind, params=[], lr=lr, base_lr=lr, weight_decay=config.weight_decay)
               for kind, lr in rates.items()}
     groups["scalar"]["weight_decay"] = 0.0
+    controls = config.control_tensor_name_patterns.split(",")
     for name, p in model.named_parameters():
         kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
-        is_control = matches(name, config.control_tensor_name_patterns)
+        is_control = any(part and part in name for part in controls)
         if p.ndim == 2 and name.startswith("blocks.") and not is_control:
             kind = "matrix"
         groups[kind]["params"].append(p)
@@ -519,17 +524,17 @@ class TokenLoader:
         self.shards = list(open_split(config, "train").items())
         self.ends = np.cumsum([count for _, count in self.shards])
         self.tokens = int(self.ends[-1])
-        # RESUME knows the text by a digest: of all of a short one, else of the shards' beginnings.
-        paths = [*dict(self.shards), *sorted(Path(config.data_path).glob("*_val_[0-9]*.bin"))]
-        most = max(4096, 2**24 // len(paths))
-        starts = [np.fromfile(path, np.uint8, count=HEADER_BYTES + 2 * most) for path in paths]
-        self.text_sha256 = sha256(np.concatenate(starts)).hexdigest()
         self.rows = (self.tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
         step_rows = config.train_batch_tokens // config.train_seq_len
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # Spans share no token.
+        # By these, RESUME knows the text: all of a short one, or the beginnings of many shards.
+        paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
+        starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
+        self.about = {"training_tokens": self.tokens, "pieces": self.pieces,
+                      "text_sha256": sha256(np.concatenate(starts)).hexdigest()}
 
     def read(self, start: int, size: int):
         """`size` tokens (uint16) from `start`. Raises ValueError as read_shard does."""
@@ -539,9 +544,9 @@ class TokenLoader:
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
             left = int(self.ends[index]) - place  # tokens from here to the end of the shard
-            part = read_shard(path, self.config.vocab_size, count - left, min(size, left))
-            parts.append(part)
-            start, size = start + len(part), size - len(part)
+            count_read = min(size, left)
+            parts.append(read_shard(path, self.config.vocab_size, count - left, count_read))
+            start, size = start + count_read, size - count_read
         return np.concatenate(parts)
 
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
@@ -634,7 +639,8 @@ class Trainer:
         if config.grad_clip_norm > 0:  # As inf, a norm of NaN does not spoil the finite gradients.
             nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm.nan_to_num(math.inf))
         for optimizer in self.optimizers.values():
-            self.scaler.step(optimizer)
+            if not self.scaler.is_enabled() or norm.isfinite():  # Overflow skips all optimizers.
+                self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
         return losses, norm
@@ -656,10 +662,10 @@ class Trainer:
 def train(trainer, loader, validation, log):
     """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
 
-    A turn does what is due, makes a step, and reads the next batch while a GPU computes. At some
-    steps, it waits for the device and the ranks agree on the time; else, time is an estimate."""
+    A turn does what is due and makes a step; a GPU computes it while the next batch is read. At
+    some steps, it waits for the device and the ranks agree on the time; else it is estimated."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    first_step, last_logged, batches = clock.step, (clock.step, clock.time_ms), []
+    first_step, last_logged = clock.step, (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
@@ -673,11 +679,10 @@ def train(trainer, loader, validation, log):
                 continue  # to the checkpoint above
         progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
         expected_steps = clock.step / progress if progress else config.iterations
-        loss, norm = trainer.train_step(batches or loader.batches(clock.step, expected_steps))
+        loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
         mean_ms = clock.time_ms / max(clock.step, 1)
         step = clock.step = clock.step + 1
         clock.time_ms += mean_ms
-        batches = loader.batches(step, expected_steps) if step < config.iterations else []
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
         waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # It idles GPUs.
@@ -701,8 +706,8 @@ def find_ranks() -> list[int]:
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        require(os.environ.get(name, "1") == "1", f"{name}={os.environ.get(name)}, but {names} "
-                "are not all set: start with torchrun, or put tools/ranks.sh before python")
+        require(os.environ.get(name, "1") == "1", f"{name} is set, but {names} are not all: start "
+                "with torchrun, or put tools/ranks.sh before python")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -729,7 +734,8 @@ def start_ranks(config) -> Ranks:
         store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu,
+                                timeout=timedelta(hours=2))  # Rank 0 exports while others wait.
     return Ranks(rank, size, device)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -748,9 +754,8 @@ def choose_attention(config, device: torch.device) -> str:
     elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
         kernels.insert(0, "tiled")  # Longer rows would need much memory.
     width = config.model_dim // config.num_heads
-    like = {"dtype": getattr(torch, config.dtype), "device": device, "requires_grad": True}
-    q = torch.ones(1, config.num_heads, 64, width, **like)
-    k = torch.ones(1, config.num_kv_heads, 64, width, **like)
+    q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
+                       requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
         for name, pytorchs_name in SDPA.items():  # Turn all off, except for this one.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
@@ -775,14 +780,15 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     """The text and origin of each name that is set. Raises ValueError, OSError."""
     words = []
     for file in (argument for argument in arguments if argument.startswith("@")):
-        lines = Path(file[1:]).read_text("utf-8-sig").splitlines()
+        lines = Path(file[1:]).read_text("utf-8-sig", errors="replace").splitlines()
         words += [(line, file) for line in lines if line and line[0] != "#"]
-    words += [(f"{n}={text}", "environment") for n, text in environment.items() if n not in FOREIGN]
+    environment = {n: text for n, text in environment.items() if text and n not in FOREIGN}
+    words += [(f"{n}={text}", "environment") for n, text in environment.items()]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
     given = {}
     for word, origin in words:  # The last one wins.
         name, is_pair, text = word.partition("=")
-        require(is_pair, f"{word!r} is not NAME=value, such as NUM_LAYERS=9; try --help")
+        require(is_pair, f"{word!r} ({origin}) is not NAME=value, such as NUM_LAYERS=9; see --help")
         given[name] = (os.path.expanduser(text), origin)
     return given
 
@@ -826,19 +832,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
-def matches(name: str, patterns: str) -> bool:
-    """Whether one of the comma-separated patterns is part of the tensor's name."""
-    return any(pattern and pattern in name for pattern in patterns.split(","))
-
 # ---- Log -------------------------------------------------------------------------------
-def lock(file):
-    """Lock a file while it is open. Raises ValueError if another process has locked it."""
-    with suppress(ImportError, OSError):  # Windows has no fcntl; some Lustre mounts have no locks.
-        import fcntl
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"a run writes to {file.name}: stop it or change RUN_ID") from None
+def set_aside(path: Path):
+    """Rename what another run has left under this name, if there is something: NAME.TIME.SUFFIX."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f"{path.stem}.{time.time_ns()}{path.suffix}"))
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
@@ -848,13 +846,9 @@ class RunLog:
             return
         Path("logs").mkdir(exist_ok=True)
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
-        now = time.time_ns()
-        for path in filter(Path.exists, paths):  # The logs of two runs never mix.
-            with path.open("a") as file:
-                lock(file)
-            path.rename(path.with_name(f"{run_id}.{now}{path.suffix}"))
+        for path in paths:  # The logs of two runs never mix.
+            set_aside(path)
         self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
-        lock(self.text)
         self.files = (sys.stdout, self.text)
         print(paths[0], flush=True)
         smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
@@ -880,7 +874,7 @@ class RunLog:
 
 # ---- Shards and validation -------------------------------------------------------------
 def count_tokens(path) -> int:
-    """The tokens of a shard, whose header has magic number, version and count. Raises ValueError."""
+    """The count in a shard's header, after magic number and version. Raises ValueError."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
     size = path.stat().st_size
@@ -1016,7 +1010,7 @@ def round_gptq(rows, scales, levels: int, inputs_gram):
         rows[:, i:] -= torch.outer(error, factors[i:])  # Later columns make up for it.
     return rounded
 
-def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None, second_moment=None):
+def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
     """int8 values of `bits` bits, and scales: float16 (rows,) of a matrix, else one float32.
     Bits 0: as published, 8 bits clipped at the 99.99984th percentile, with a least scale."""
     is_matrix, levels = tensor.ndim == 2, 2 ** (bits - 1) - 1 if bits else 127
@@ -1027,11 +1021,6 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None, second_moment=No
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # `clip` deviations, or all
-        if clip and second_moment is not None:
-            # An error costs about scale^2 * costs: rows of rare tokens may be rounded coarsely.
-            costs = second_moment.float().cpu().mean(1) * rows.var(1)
-            costs = costs / costs.mean().clamp_min(1e-30) + 1e-4
-            limits = limits * costs.pow(-0.25).clamp(min=min(1, 6 / clip))  # at least 6 deviations
         scales = (limits / levels).clamp_min(1e-7).half()[:, None]
     if inputs_gram is None:
         rounded = (rows / scales).round().clamp(-levels, levels)
@@ -1043,17 +1032,19 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None, second_moment=No
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
+    published &= config.optimizer == "muon"  # The published least scale is coarse for AdamW's.
     about = {name: getattr(config, name.lower()) for name in OF_MODEL}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
+    controls = config.control_tensor_name_patterns.split(",")
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
-        is_control = matches(name, config.control_tensor_name_patterns)
+        is_control = any(part and part in name for part in controls)
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
-            options = (bits, config.export_clip, *(calibration or {}).get(name, ()))
+            options = (bits, config.export_clip, (calibration or {}).get(name))
             if (published and not calibration) or is_control or t.ndim != 2:
                 options = ()  # as published
             artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t, *options)
@@ -1112,21 +1103,23 @@ def load_weights(model, path: str | Path):
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path, data: bytes):
-    """Write under another name, then rename: `path` is never half a file. Raises OSError."""
+    """Write, set aside what was there, rename: `path` is never half a file. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # Somebody may have tidied up.
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        set_aside(path)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from None
 
-def calibrate(trainer, steps: list[list]) -> dict[str, tuple]:
-    """By weight: x^T x (columns, columns) of its inputs, and Adam's second moment. Collective."""
-    model, adam, calibration = trainer.model, trainer.optimizers["adam"], {}
+def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
+    """x^T x (columns, columns) of the inputs of each weight, by its name. Collective."""
+    model, calibration = trainer.model, {}
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight")}
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
@@ -1135,18 +1128,16 @@ def calibrate(trainer, steps: list[list]) -> dict[str, tuple]:
             model(inputs, targets)
     for name, layer in layers.items():
         if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
-            second_moment = adam.state.get(layer.weight, {}).get("exp_avg_sq")  # None for Muon's
-            inputs_gram = trainer.ranks.sum(layer.inputs_gram).cpu()
-            calibration[f"{name}.weight"] = (inputs_gram, second_moment)
+            calibration[f"{name}.weight"] = trainer.ranks.sum(layer.inputs_gram).cpu()
         del layer.inputs_gram
     return calibration
 
 # ---- Checkpoints -----------------------------------------------------------------------
-def list_checkpoints(config) -> list[Path]:
+def list_checkpoints(config, suffix=".pt") -> list[Path]:
     """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
-    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}\.pt"
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}" + re.escape(suffix)
     folder = Path(config.out_dir or "logs")
-    files = folder.glob("checkpoints/*.pt" if config.out_dir else "*/checkpoints/*.pt")
+    files = folder.glob("checkpoints/*" if config.out_dir else "*/checkpoints/*")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
     return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime_ns)[::-1]
 
@@ -1173,7 +1164,8 @@ def resume(trainer, loader, state: dict):
         refused += [f"{name.upper()} is unknown now" for name in gone if old[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
-        require(state["training_tokens"] == loader.tokens, "it read other text than DATA_PATH has")
+        changed = [n for n, value in loader.about.items() if state.get(n, value) != value]
+        require(not changed, f"{', '.join(changed)} changed: by DATA_PATH or GRAD_ACCUM_STEPS")
         trainer.load_state_dict(state)
     except Exception as error:  # Hostile or damaged files fail in many ways.
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
@@ -1184,12 +1176,13 @@ def save_checkpoint(trainer, loader, log):
     config, step = trainer.config, trainer.clock.step
     path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
     try:
-        path.parent.mkdir(exist_ok=True)
         data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(config),
-                      "training_tokens": loader.tokens, **trainer.state_dict()})
+                      **loader.about, **trainer.state_dict()})
         write_whole(path, data)
         log.event("checkpoint", step=step, file=path.name, bytes=len(data))
-        for old in [p for p in list_checkpoints(config) if p != path][config.keep_checkpoints - 1:]:
+        others = [p for p in list_checkpoints(config) if p != path]
+        left_by_kills = list_checkpoints(config, ".pt.tmp")
+        for old in others[config.keep_checkpoints - 1:] + left_by_kills:
             old.unlink()
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
@@ -1296,8 +1289,6 @@ def export(trainer, loader, validation, log):
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
-        if ranks.device.type == "cuda" and ranks.world_size > 1:
-            torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun sets 1: peers time out
         data, about = pack(state, config, calibration)
         most_clip = 2 * config.export_clip  # a limit, because the other ranks are waiting
         while 0 < config.size_cap < len(data) + code and config.export_clip < most_clip:
@@ -1328,8 +1319,8 @@ def log_final_scores(trainer, validation, log):
     config, step, label = trainer.config, trainer.clock.step, validation.label
     if config.eval_stride:
         score = validation.score(trainer.model, config.eval_stride)
-        text = "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f} eval_time:{eval_time_ms:.0f}ms"
-        log.event("windows", "windows " + text + label, step=step, **score)
+        log.event("windows", "windows val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f} "
+                  "eval_time:{eval_time_ms:.0f}ms" + label, step=step, **score)
     score = validation.score(trainer.model)
     log.event("final", "final_int8_zlib_roundtrip val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
               "eval_time:{eval_time_ms:.0f}ms" + label + "\nfinal_int8_zlib_roundtrip_exact "
@@ -1418,9 +1409,7 @@ def compile_model(trainer, loader):
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        reason = next((s for s in str(error).splitlines() if "error: " in s), f"{error!r:.200}")
-        raise ValueError(f"COMPILE={config.compile} failed: {reason}; set COMPILE=0, CXX or "
-                         "TORCHINDUCTOR_CACHE_DIR") from None
+        raise ValueError(f"COMPILE={config.compile} failed: {error!r:.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
@@ -1443,17 +1432,12 @@ def run(config, overrides: dict, source: str) -> int:
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # .ptz: only score it
-    artifact = Path("logs", config.run_id, MODEL_FILE)  # In another OUT_DIR, it may be replaced.
-    replaces = exports and artifact.parent == Path(config.out_dir) and artifact.exists()
-    require(checkpoint or not replaces,
-            f"{artifact} exists; set another RUN_ID, or INIT_FROM={config.run_id} to use it")
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
-    facts = [getattr(config, f.name) for f in fields(config)
-             if f.metadata["kind"] != "run" or f.type is not str]  # Paths may differ.
-    facts += [sha256(validation.tokens).digest(), loader and loader.tokens, checkpoint.get("step")]
-    code = zlib.crc32(repr(facts).encode())
+    settings = [getattr(config, f.name) for f in fields(config) if f.type is not str]
+    facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
+    code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
@@ -1467,6 +1451,11 @@ def run(config, overrides: dict, source: str) -> int:
     if checkpoint:
         log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
+    elif config.resume:
+        log.line(f"RESUME=auto finds no checkpoint in {config.out_dir}; starting at step 0")
+    for path in list_checkpoints(config):
+        if config.iterations and path.name > f"{config.run_id}_{clock.step:08d}.pt":
+            set_aside(path)  # else RESUME=auto would continue that earlier run
     del checkpoint  # It is as large as the model and its optimizers' states.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
@@ -1495,11 +1484,13 @@ def main() -> int:
         return 0
     status = 1
     try:
-        status = run(*load_config(sys.argv[1:], os.environ), Path(__file__).read_text("utf-8"))
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError) as error:
-        print(f"train_gpt.py: {str(error) or 'stopped'}", file=sys.stderr, flush=True)
+        status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
+            torch.AcceleratorError) as error:
+        hint = " (perhaps as a link to nothing)" if isinstance(error, FileExistsError) else ""
+        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr, flush=True)
     except torch.OutOfMemoryError as error:
-        print(f"train_gpt.py: {error}\nTry a lower MICRO_BATCH_TOKENS", file=sys.stderr)
+        print(f"train_gpt.py: {error}\nLower MICRO_BATCH_TOKENS or MODEL_DIM", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
     return status

@@ -295,25 +295,6 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
     assert final["step"] == steps and final["train_time_ms"] == pytest.approx(total)
 
 
-def test_while_ranks_wait_the_first_rounds_with_all_cores(tmp_path, monkeypatch):
-    """torchrun gives a rank one thread, and NCCL ends the others after ten minutes."""
-    monkeypatch.chdir(tmp_path)
-    ranks, pack, threads = FakeRanks(), train_gpt.pack, []
-    trainer = TimedTrainer(ranks, None, out_dir=".")
-    validation = types.SimpleNamespace(score=lambda model: {"val_loss": 1.0, "val_bpb": 1.0}, label="")
-    monkeypatch.setattr(train_gpt, "pack", lambda *arguments: (threads.append(torch.get_num_threads()), pack(*arguments))[1])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5}, raising=False)  # a job's share
-    monkeypatch.setattr(train_gpt.dist, "broadcast", lambda tensor, rank: None)
-    before = torch.get_num_threads()
-    try:
-        for kind in ("cpu", "cuda"):
-            ranks.device, ranks.world_size = torch.device(kind), 2
-            train_gpt.export(trainer, None, validation, train_gpt.RunLog("export", "", is_main=True))
-    finally:
-        torch.set_num_threads(before)
-    assert threads == [before, 3]
-
-
 def test_ranks_agree_on_the_clock_now_and_then_and_often_near_the_cap(tmp_path):
     """As on a GPU, where agreeing waits for the device: 100 ms a step, then 130 from step 300 on."""
     ranks = FakeRanks(device="meta")  # any that is no CPU
