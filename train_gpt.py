@@ -3,7 +3,7 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help lists all settings
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, default settings
 
-Set NAME=value as an argument, in the environment or in a file @FILE; the first wins.
+Set NAME=value as an argument, else in the environment, else in a file @FILE.
 The science comes first, from Config to train; the rest is machinery. In shapes of tensors,
 B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
 "As published" means: as in the script of the parameter-golf challenge.
@@ -46,9 +46,9 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # as job systems send
-SDPA = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}  # by ATTN
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not misspelled
-IGNORED = {"loop_start", "loop_end", "loop_at"}  # Old files hold these; alone, they do nothing.
+SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
+IGNORED = {"loop_start", "loop_end", "loop_at"}  # in old files, and idle unless another is set
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 
@@ -64,7 +64,7 @@ def setting(default, text: str, choices="", low=0, high=1e18, kind="", section="
 
 of_model = partial(setting, kind="model")  # The model's files store it.
 of_training = partial(setting, kind="training")  # RESUME refuses another value.
-of_run = partial(setting, kind="run")  # RESUME accepts another value.
+of_run = partial(setting, kind="run")  # RESUME accepts another value if the text stays the same.
 
 @dataclass(frozen=True)
 class Config:
@@ -89,7 +89,7 @@ class Config:
     warmdown_iters: int = of_training(3000, "lower rates in last N steps; <= 0: never", low=-1e9)
     train_batch_tokens: int = of_training(393216, "tokens in a step, over all ranks", low=1)
     train_seq_len: int = of_model(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = of_run(0, "spans of text that a rank reads in a step; 0: 8 / ranks")
+    grad_accum_steps: int = of_run(0, "spans of text, not passes, per rank and step; 0: 8 / ranks")
     micro_batch_tokens: int = of_run(0, "most tokens in a forward pass; 0: by device")
     val_loss_every: int = of_run(1000, "validate every N steps; 0: only at the end")
     val_batch_size: int = of_run(524288, "score at most N / ranks / GRAD_ACCUM_STEPS at once")
@@ -108,14 +108,14 @@ class Config:
     logit_softcap: float = of_model(30.0, "limit of the logits, by tanh", low=1e-3, high=1e3)
     qk_gain_init: float = of_training(1.5, "initial gain of the queries, learned per head")
     tied_embed_init_std: float = of_training(0.005, "initial deviation of a tied table")
-    init: str = of_training("baseline", "gpt2: all weights normal, std 0.02", "baseline|gpt2")
+    init: str = of_training("baseline", "gpt2: weights normal as in GPT-2", "baseline|gpt2")
     mlp_slope: float = of_model(0.0, "slope of the MLP's ReLU below 0, before the square", high=1)
     rope_dims: int = of_model(0, "dimensions of a head that rotate; 0: all")
     shift_keys: bool = of_model(False, "take a part of each key from the token before")
     exclusive_attn: bool = of_model(False, "project a token's own value out of its output")
     lanes: int = of_model(0, "number of last blocks whose MLPs read a second stream, the lane")
     smear: bool = of_model(False, "add a learned share of the token before to each embedding")
-    optimizer: str = of_training("muon", "muon: and Adam", "muon|adamw", section="\nOptimizers\n")
+    optimizer: str = of_training("muon", "muon: with AdamW", "muon|adamw", section="\nOptimizers\n")
     adam_lr: float = of_training(3e-4, "learning rate of everything with OPTIMIZER=adamw")
     embed_lr: float = of_training(0.6, "learning rate of an untied embedding, with Muon")
     head_lr: float = of_training(0.008, "learning rate of an untied output head, with Muon")
@@ -124,7 +124,7 @@ class Config:
     scalar_lr: float = of_training(0.02, "learning rate of all other parameters, with Muon")
     muon_momentum: float = of_training(0.99, "Muon's momentum after its warm-up", high=1)
     muon_backend_steps: int = of_training(5, "Newton-Schulz steps of Muon")
-    muon_row_norm: bool = of_training(False, "scale an update's rows to 1, then orthogonalize")
+    muon_row_norm: bool = of_training(False, "first scale the rows of an update to norm 1")
     muon_momentum_warmup_start: float = of_training(0.92, "Muon's momentum at step 0", high=1)
     muon_momentum_warmup_steps: int = of_training(1500, "raise Muon's momentum over N steps")
     beta1: float = of_training(0.9, "Adam's decay of the first moment", high=1)
@@ -132,10 +132,10 @@ class Config:
     adam_eps: float = of_training(1e-8, "Adam's epsilon", low=1e-30)
     fused: bool = of_training(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
     weight_decay: float = of_training(0.0, "shrink matrices and tables by N * rate in a step")
-    dropout: float = of_training(0.0, "share of outputs to drop; ranks draw their own", high=0.9)
+    dropout: float = of_training(0.0, "share of channels to drop; all ranks draw apart", high=0.9)
     lr_schedule: str = of_training("warmdown", "shape of the rates' decay", "warmdown|cosine")
     lr_warmup_steps: int = of_training(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = of_training(0.0, "falling part of it; 0: WARMDOWN_ITERS", high=1)
+    warmdown_fraction: float = of_training(0.0, "falling part of a run; 0: WARMDOWN_ITERS", high=1)
     min_lr: float = of_training(0.0, "lowest learning rate, as a fraction of the peak", high=1)
     grad_clip_norm: float = of_training(0.0, "clip the gradients to this global norm; 0: off")
     checkpoint_every: int = of_run(0, "every N steps, and if stopped", section="\nCheckpoints\n")
@@ -143,9 +143,9 @@ class Config:
     resume: str = of_run("", "checkpoint to continue; auto: the newest readable one")
     export_bits: int = of_run(8, "bits of the blocks' matrices", "4|5|6|7|8", section="\nExport\n")
     embed_bits: int = of_run(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = of_run(0.0, "clip rows at about N deviations; 0: not, or as published")
+    export_clip: float = of_run(0.0, "clip rows at N deviations; 0: not, or (8 bits) as published")
     gptq_batches: int = of_run(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    control_tensor_name_patterns: str = of_training(CONTROL, "parts of names: Adam's, float32")
+    control_tensor_name_patterns: str = of_training(CONTROL, "Adam's float32 tensors, by parts")
     int8_keep_float_max_numel: int = of_run(65536, "tensors of at most N numbers stay floats")
     size_cap: int = of_run(0, "most bytes of code and artifact; EXPORT_CLIP rises to fit if set")
 
@@ -167,7 +167,7 @@ class Config:
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
 MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
-OF_MODEL = ["TOKENIZER_PATH", *(n for n, f in FIELDS.items() if f.metadata["kind"] == "model")]
+STORED = ["TOKENIZER_PATH", *(n for n, f in FIELDS.items() if f.metadata["kind"] == "model")]
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Ranks:
         return tensor.to(self.device, non_blocking=tensor.is_pinned())
 
     def now_ms(self) -> float:
-        """The time in ms, of any origin, when the device has no work left."""
+        """Wait for the device's work; the time in ms since an arbitrary moment."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return 1000 * time.perf_counter()
@@ -207,7 +207,7 @@ class Ranks:
 def rms_norm(x, gain=1.0):
     """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # in this order, the gain's gradient is a short sum
+    return (x * (factors * gain)).to(x.dtype)  # The small product first: its backward is cheap.
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; the outputs of several layers are joined."""
@@ -261,13 +261,13 @@ def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find what
     followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
     pairs = k.size(3) // 2
-    kept = rope_dims // 2 or pairs // 2  # pairs: all that rotate, or the faster half of them
+    kept = rope_dims // 2 or pairs // 2  # the pairs that rotate; if all do, the faster half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Project y (B, T, H, C) off its token's own value v (B, T, K, C) (arXiv:2603.09078)."""
-    own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1; -0.008 bits per byte
+    """Project y (B, T, H, C) off the own value v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
+    own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own
 
@@ -339,7 +339,7 @@ class LaneBlock(Block):
     def __init__(self, config):
         super().__init__(config)
         shares = [[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]  # rows: x, lane; columns: own, attention, MLP
-        self.resid_mix_lanes = nn.Parameter(torch.tensor(shares))  # Adam's: its name is in CONTROL.
+        self.resid_mix_lanes = nn.Parameter(torch.tensor(shares))  # Adam's, by CONTROL's resid_mix
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -364,10 +364,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # also of unresolved auto
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # float32 while it is auto
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Layers use up random numbers as published.
+        self.tok_emb = nn.Embedding(rows, width)  # Each layer draws; the order is as published.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -448,7 +448,7 @@ def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum of banks: matrices of one shape, whose state is that of the first."""
+    """Orthogonalized momentum. A bank is all matrices of one shape; its first one has the state."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -478,7 +478,7 @@ class Muon(torch.optim.Optimizer):
             updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's reference code
             if world_size > 1:  # The transfer runs while this rank goes on with the next bank.
                 gathered = updates.new_empty(share * world_size, *shape)
-                gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # new, old
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 gathers.append(gather(gathered, updates.contiguous(), async_op=True))
                 updates = gathered
             pending.append((params, updates))
@@ -523,8 +523,8 @@ class TokenLoader:
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
         self.ends = np.cumsum([count for _, count in self.shards])
-        self.tokens = int(self.ends[-1])
-        self.rows = (self.tokens - 1) // config.train_seq_len
+        self.num_tokens = int(self.ends[-1])
+        self.rows = (self.num_tokens - 1) // config.train_seq_len
         self.shuffled = config.loader == "shuffled"
         step_rows = config.train_batch_tokens // config.train_seq_len
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
@@ -533,14 +533,14 @@ class TokenLoader:
         # By these, RESUME knows the text: all of a short one, or the beginnings of many shards.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
-        self.about = {"training_tokens": self.tokens, "pieces": self.pieces,
+        self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
                       "text_sha256": sha256(np.concatenate(starts)).hexdigest()}
 
     def read(self, start: int, size: int):
         """`size` tokens (uint16) from `start`. Raises ValueError as read_shard does."""
         parts = []
         while size > 0:
-            place = start % self.tokens
+            place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
             left = int(self.ends[index]) - place  # tokens from here to the end of the shard
@@ -555,7 +555,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # The last epoch ends with the run; its order is number 10^6, which no other epoch has.
+        # A run of two epochs or more ends with a whole one; no other epoch has its order, 10^6.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
@@ -607,7 +607,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
-            # DDP averages the gradients in one bucket, after the backward pass: one graph is left.
+            # One bucket per type of gradient, reduced after the backward pass, leaves one graph.
             torch._dynamo.config.optimize_ddp = False
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
                            broadcast_buffers=False)
@@ -636,8 +636,8 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in params])
-        if config.grad_clip_norm > 0:  # As inf, a norm of NaN does not spoil the finite gradients.
-            nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm.nan_to_num(math.inf))
+        if config.grad_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm)
         for optimizer in self.optimizers.values():
             if not self.scaler.is_enabled() or norm.isfinite():  # Overflow skips all optimizers.
                 self.scaler.step(optimizer)
@@ -685,7 +685,7 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # It idles GPUs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits idle GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or is_near_end or any(is_due(step, every) for every in periods):
             # GradScaler skips steps that overflow and lowers its scale, for us down to 2^-20.
@@ -701,7 +701,7 @@ def train(trainer, loader, validation, log):
 
 # ======== The rest is machinery: start and settings, log, validation, files, a run ========
 def find_ranks() -> list[int]:
-    """Rank and number of ranks, in all and here, from torchrun's variables. Raises ValueError."""
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, if torchrun sets them. Raises ValueError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
@@ -757,9 +757,9 @@ def choose_attention(config, device: torch.device) -> str:
     q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
                        requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name, pytorchs_name in SDPA.items():  # Turn all off, except for this one.
+        for name, pytorchs_name in SDP_OF_ATTN.items():  # Turn all off, except for this one.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
-        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # It cannot run here.
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # if it cannot run here
             causal_attention(q, k, k, kernel).sum().backward()
             return kernel
     raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
@@ -793,16 +793,16 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """The model's settings in a file, and unknown ones that are set; {} if it is unreadable."""
+    """A file's settings of the model, and unknown ones that are not off; {} if it is unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
-        about = {name: config[name.lower()] for name in OF_MODEL if name.lower() in config}
+        about = {name: config[name.lower()] for name in STORED if name.lower() in config}
         about |= json.loads(state.get("about", "{}"))
     except Exception:  # Hostile or damaged files fail in many ways; `load_weights` says it.
         return {}
     return {name: str(value) for name, value in about.items()
-            if name in OF_MODEL or (value and name.lower() not in IGNORED)}
+            if name in STORED or (value and name.lower() not in IGNORED)}
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
     """The configuration; the text and origin of what was set. Raises ValueError, OSError."""
@@ -818,7 +818,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         path = Path("logs", path, MODEL_FILE).as_posix()
         given["INIT_FROM"] = (path, origin)
     for name, value in (read_model(path) if path else {}).items():
-        require(name in OF_MODEL, f"{path} has a setting that this script does not know: {name}")
+        require(name in STORED, f"{path} has a setting that this script does not know: {name}")
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
@@ -848,20 +848,20 @@ class RunLog:
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
         for path in paths:  # The logs of two runs never mix.
             set_aside(path)
-        self.text, self.json = (path.open("a", encoding="utf-8") for path in paths)
+        self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         self.files = (sys.stdout, self.text)
-        print(paths[0], flush=True)
+        self.line(paths[0], sys.stdout)
         smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
         self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
 
     def line(self, text: str, *files):
-        """Write a line to open files, else to the console and the .txt; warn if that fails."""
+        """Write a line to `files`, else to the console and the .txt; warn if that fails."""
         for file in files or self.files:
             try:
                 print(text, file=file, flush=True)
-            except OSError as error:
-                warnings.warn(f"{file.name}: a line was not written: {error}", stacklevel=2)
+            except (OSError, ValueError) as error:  # full, closed, or of another encoding
+                print(f"{getattr(file, 'name', '')}: a line is missing: {error}", file=sys.stderr)
 
     def event(self, event: str, text="", **values):
         """Write values to the .jsonl and, formatted by `text`, a line to the console and .txt."""
@@ -905,8 +905,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """Kind of the tokenizer; bytes of each token (V, 2), in a text and after a control token, where
-    SentencePiece may prepend a space; which tokens are control tokens (V,). Raises ValueError."""
+    """Kind of the tokenizer; a token's bytes (V, 2): 0 in a text, 1 after a control token, where a
+    leading space may be SentencePiece's own; is it a control token (V,). Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -918,6 +918,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
+                # The marks of caseops, symbols without a score, tell the case of the next letters.
                 is_case_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
                 if is_case_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
@@ -951,10 +952,9 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        odd = sorted(there ^ listed if config.iterations else there - listed)  # 0 only scores
+        odd = sorted(there ^ listed if config.iterations or config.gptq_batches else there - listed)
         require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
-        shards = open_split(config, "val")
-        tokens = np.concatenate([read_shard(path, config.vocab_size) for path in shards])
+        tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
         target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
@@ -979,9 +979,9 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]. Empty windows fill the last batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # Below 2^20 tokens, training's graph, with gradients, costs less than compiling another.
+        # Below 2^20 tokens, training's graph (with gradients) costs less; MPS: pytorch#195910.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"  # #195910
+        needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64.
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
@@ -1032,8 +1032,8 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon"  # The published least scale is coarse for AdamW's.
-    about = {name: getattr(config, name.lower()) for name in OF_MODEL}
+    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW's weights
+    about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
@@ -1045,7 +1045,7 @@ def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             options = (bits, config.export_clip, (calibration or {}).get(name))
-            if (published and not calibration) or is_control or t.ndim != 2:
+            if published or is_control or t.ndim != 2:
                 options = ()  # as published
             artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t, *options)
             artifact["dtypes"][name] = dtype
@@ -1180,10 +1180,9 @@ def save_checkpoint(trainer, loader, log):
                       **loader.about, **trainer.state_dict()})
         write_whole(path, data)
         log.event("checkpoint", step=step, file=path.name, bytes=len(data))
-        others = [p for p in list_checkpoints(config) if p != path]
-        left_by_kills = list_checkpoints(config, ".pt.tmp")
-        for old in others[config.keep_checkpoints - 1:] + left_by_kills:
-            old.unlink()
+        old = [p for p in list_checkpoints(config) if p != path][config.keep_checkpoints - 1:]
+        for file in old + list_checkpoints(config, ".pt.tmp"):  # also what a killed run left
+            file.unlink()
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
 
@@ -1199,7 +1198,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # young objects, off the clock: `signals_kept` keeps Python from doing it
+        gc.collect(1)  # young objects, while no time counts: Python's own collection is off
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1267,7 +1266,7 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               step=step, iterations=config.iterations, train_loss=mean_loss, train_time_ms=time_ms,
               step_avg_ms=time_ms / step, grad_norm=norm.item(), tok_per_sec=rate,
               lr=optimizer.param_groups[0]["lr"], mem_mib=torch.cuda.max_memory_allocated() >> 20,
-              epoch=step * loader.pieces * loader.stride / loader.tokens)
+              epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, loader, validation, log):
     """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
@@ -1329,7 +1328,7 @@ def log_final_scores(trainer, validation, log):
 
 def plan_batch(config, ranks) -> Config:
     """Set the sizes of batch, spans and micro-batches. A step reads 8 equal spans of text (4, 2 or
-    1 if it has fewer rows): up to as many ranks compute the same. Raises ValueError."""
+    1 if it has fewer rows); numbers of ranks that divide it train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1339,10 +1338,10 @@ def plan_batch(config, ranks) -> Config:
     tokens = max(1, round(tokens / unit)) * unit
     if tokens != config.train_batch_tokens and ranks.rank == 0:
         print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {unit}", file=sys.stderr)
-    width = config.model_dim * getattr(torch, config.dtype).itemsize
-    limits = {"cpu": (2 << 20) // width, "mps": length}  # On CPUs, 2 MiB stay in the cache.
+    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
+    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # On CPUs, 2 MiB stay in the cache.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
-        per_token = config.num_layers * width * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
+        per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.35 if config.compile == "1" else 0.12
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
@@ -1383,13 +1382,13 @@ def announce(trainer, loader, validation, log, overrides: dict):
     log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{len(loader.shards) if loader else 0} \
-tokens:{loader.tokens if loader else 0}
+tokens:{loader.num_tokens if loader else 0}
 val_loader:shards pattern={c.data_path}/*_val_*.bin \
 tokens:{validation.num_targets}{validation.label}
 model_params:{sum(p.numel() for p in trainer.model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
-sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDPA.items())}
+sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDP_OF_ATTN.items())}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
 tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
 matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
@@ -1414,7 +1413,7 @@ def compile_model(trainer, loader):
 
 @contextmanager
 def signals_kept(clock):
-    """While a run trains, `clock` keeps signals (but what nohup ignores); garbage is kept, too."""
+    """In a run, `clock` gets the signals that nohup leaves, and no garbage is collected."""
     stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
     gc.disable()  # It slows compiling, and one rank's collection would hold up the others.
@@ -1435,7 +1434,8 @@ def run(config, overrides: dict, source: str) -> int:
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
-    settings = [getattr(config, f.name) for f in fields(config) if f.type is not str]
+    settings = [getattr(config, f.name) for f in fields(config)
+                if f.type is not str or f.metadata["choices"]]  # neither paths nor RUN_ID
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")

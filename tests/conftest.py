@@ -39,7 +39,7 @@ if (REPOSITORY.parent / "shared" / "tiktoken_cache").is_dir():
 def attention_is_put_back():
     """A run leaves one kernel of PyTorch's attention enabled, or none."""
     flags = train_gpt.torch.backends.cuda
-    before = {name: getattr(flags, f"{name}_sdp_enabled")() for name in train_gpt.SDPA.values()}
+    before = {name: getattr(flags, f"{name}_sdp_enabled")() for name in train_gpt.SDP_OF_ATTN.values()}
     yield
     for name, is_on in before.items():
         getattr(flags, f"enable_{name}_sdp")(is_on)

@@ -466,13 +466,15 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     assert artifacts(tmp_path) == artifacts(whole)
 
 
-def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, capsys):
+    """A full disk, a console that was closed, one that has no name or cannot show a letter."""
     monkeypatch.chdir(tmp_path)
     log = train_gpt.RunLog("run", "", is_main=True)
-    with open("logs/run.txt", encoding="utf-8") as unwritable, \
-            pytest.warns(UserWarning, match="logs/run.txt: a line was not written: not writable"):
-        log.files = (unwritable,)
-        log.event("train", "step:1/9", step=1)
+    with open("logs/run.txt", encoding="utf-8") as unwritable, open("ascii", "w", encoding="ascii") as narrow:
+        log.files = (unwritable, narrow, Mock(spec=["write"], write=Mock(side_effect=ValueError("closed"))))
+        log.event("train", "step:1/9 \xe9", step=1)
+    errors = capsys.readouterr().err
+    assert all(text in errors for text in ("logs/run.txt: a line is missing: not writable", "ascii: a line", ": closed"))
     assert events(tmp_path, "run")[0]["step"] == 1
 
 

@@ -83,7 +83,7 @@ def switches():
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
-    for kernel in train_gpt.SDPA:
+    for kernel in train_gpt.SDP_OF_ATTN:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
     torch.compiler.reset()
     gc.collect()

@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
 
 def tiny_settings() -> list[str]:
     """What a user would give for a file that does not say it."""
-    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.OF_MODEL]
+    return [f"{name}={getattr(tiny_config(**SWITCHES), name.lower())}" for name in train_gpt.STORED]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypat
     run_here(monkeypatch, tmp_path, *words)
     checkpoint, scores = tmp_path / "checkpoints" / "kept_00000004.pt", []
     for name in ("final_model.pt", checkpoint):
-        own = [word for word in words if name == "final_model.pt" or word.split("=")[0] not in train_gpt.OF_MODEL]
+        own = [word for word in words if name == "final_model.pt" or word.split("=")[0] not in train_gpt.STORED]
         run_here(monkeypatch, tmp_path, *own, "RUN_ID=score", "ITERATIONS=0", f"INIT_FROM={name}", "OUT_DIR=out")
         scores.append(json.loads((tmp_path / "logs" / "score.jsonl").read_text().splitlines()[-1])["val_loss"])
     assert scores[0] == scores[1]
@@ -145,7 +145,7 @@ def test_a_loaded_model_computes_what_was_trained(tmp_path, changes):
 
 def test_a_model_is_used_in_the_process_that_trained(trained):
     """A run leaves one of PyTorch's kernels for attention switched on, with tiles none."""
-    for name in train_gpt.SDPA.values():
+    for name in train_gpt.SDP_OF_ATTN.values():
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
     model = sample.load(trained[0] / "final_model.int8.ptz")
     assert model.hidden(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()

@@ -69,7 +69,7 @@ def find_model(name: str) -> Path:
 def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     """Load the model in an artifact, in float32 on the CPU. A state dict or checkpoint needs the settings that it was trained
     with, as NAME=value, and its DTYPE: bfloat16 rounds the rotary frequencies. Raises ValueError."""
-    for name in train_gpt.SDPA.values():  # an earlier run in this process, a notebook's, has switched kernels off
+    for name in train_gpt.SDP_OF_ATTN.values():  # an earlier run in this process, a notebook's, has switched kernels off
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
     config, _ = train_gpt.load_config([*settings, "OPTIMIZER=adamw", f"INIT_FROM={path}"], {})  # its table is in float32
     if config.dtype == "auto" and Path(path).is_file():

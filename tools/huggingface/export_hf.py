@@ -44,7 +44,7 @@ def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> No
         name = "tokenizer.model"
         shutil.copyfile(tokenizer.file, folder / name)
     boundary = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos}
-    variables = {variable: getattr(config, variable.lower()) for variable in train_gpt.OF_MODEL} | {"TOKENIZER_PATH": name}
+    variables = {variable: getattr(config, variable.lower()) for variable in train_gpt.STORED} | {"TOKENIZER_PATH": name}
     write_json(folder / "config.json", {  # transformers serve looks for the architecture among transformers' own names
         "model_type": "train_gpt", "architectures": ["AutoModelForCausalLM"], "dtype": "float32",
         "auto_map": {"AutoConfig": "modeling_train_gpt.TrainGPTConfig",
