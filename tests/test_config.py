@@ -39,6 +39,10 @@ def test_arguments_win_over_the_environment_and_both_over_files(tmp_path):
         train_gpt.load_config([f"@{second}"], {})
     with pytest.raises(OSError, match="No such file"):
         train_gpt.load_config(["@none.env"], {})
+    second.write_text("NUM_LAYERS=2", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"\(@.*b.env\) is not NAME=value|.*N.* \(@.*b.env\)"):
+        train_gpt.load_config([f"@{second}"], {})
+    assert train_gpt.load_config([], {"MATRIX_LR": "", "DATA_PATH": ""}) == (train_gpt.Config(), {})
 
 
 @pytest.mark.parametrize("argument, value", [
@@ -61,14 +65,16 @@ def test_values(monkeypatch, argument, value):
     ("NUM_KV_HEADS=3", "NUM_KV_HEADS=3 must divide NUM_HEADS=8"),
     ("ROPE_DIMS=64", "ROPE_DIMS=64 must be even, below 64"), ("ROPE_DIMS=15", "ROPE_DIMS=15 must be even"),
     ("RUN_ID=a/b", "RUN_ID='a/b' must not be a path, contain spaces or begin with . or -"), ("RUN_ID=my run", "contain spaces"), ("RUN_ID=..", "RUN_ID='..' must not be a path"),
-    ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' is not NAME=value"),
+    ("--num-layers=4", "did you mean NUM_LAYERS"), ("NUM_LAYERS", "'NUM_LAYERS' .argument. is not NAME=value"),
     ("MAX_WALLCLOCK=40", r"did you mean MAX_WALLCLOCK_SECONDS\?"), ("ITERS=9", "did you mean ITERATIONS"), ("MAX_WALL=9", "did you mean .*MAX_WALLCLOCK_SECONDS"),
     ("LAYERS=2", "did you mean NUM_LAYERS "), ("HEADS=2", "did you mean NUM_HEADS "),
     ("BATCH_TOKENS=9", "did you mean TRAIN_BATCH_TOKENS or MICRO_BATCH_TOKENS"), ("SEQ_LEN=9", "TRAIN_SEQ_LEN"),
     ("frobnicate=1", "frobnicate='1' .* is not a variable of this script; --help"),
     ("LANES=10", "LANES=10 must be at most NUM_LAYERS"),
     ("ADAM_EPS=0", "ADAM_EPS=0.0 must be from 1e-30 to"),  # 0 / 0 in rows without a gradient
-    ("MODEL_DIR=1", "did you mean MODEL_DIM"), ("", "'' is not NAME=value"), ("#SEED=1", "#SEED='1' .* is not a variable"),
+    ("MODEL_DIR=1", "did you mean MODEL_DIM"), ("", "'' .argument. is not NAME=value"), ("#SEED=1", "#SEED='1' .* is not a variable"),
+    *((f"{name}=1.5", f"{name}=1.5 must be from 0 to 1") for name in (
+        "WARMDOWN_FRACTION", "MIN_LR", "MLP_SLOPE", "MUON_MOMENTUM", "MUON_MOMENTUM_WARMUP_START", "BETA1", "BETA2")),
     ("DROPOUT=1", "DROPOUT=1.0 must be from 0 to 0.9")])
 def test_bad_arguments_name_what_would_work(argument, wanted):
     with pytest.raises(ValueError, match=wanted):
