@@ -80,7 +80,7 @@ class Config:
     overfit: bool = of_training(False, "train on the first batch again and again")
     device: str = of_run("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = of_model("auto", "auto: bfloat16 if native", "auto|bfloat16|float32|float16")
-    matmul_precision: str = of_run("high", "float32 products; high: TF32 on CUDA", "highest|high")
+    matmul_precision: str = of_run("high", "of float32; high: TF32 on CUDA", "highest|high|medium")
     compile: str = of_run("auto", "auto: 1 on CUDA, blocks on Linux's CPUs", "auto|0|1|blocks")
     attn: str = of_run("auto", "kernel; tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     iterations: int = of_run(20000, "train for at most N steps", section="\nLength and log\n")
