@@ -638,10 +638,10 @@ class Trainer:
         norm = nn.utils.get_total_norm([p.grad for p in params])
         if config.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm)
-        for optimizer in self.optimizers.values():
-            if not self.scaler.is_enabled() or norm.isfinite():  # Overflow skips all optimizers.
-                self.scaler.step(optimizer)
-            optimizer.zero_grad()
+        if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips all optimizers.
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self.model.zero_grad()
         self.scaler.update()
         return losses, norm
 
@@ -706,8 +706,8 @@ def find_ranks() -> list[int]:
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        require(os.environ.get(name, "1") == "1", f"{name} is set, but {names} are not all: start "
-                "with torchrun, or put tools/ranks.sh before python")
+        size = os.environ.get(name, "1")
+        require(size == "1", f"{name}={size}, but not all of {names}: use torchrun or tools/ranks.sh")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -833,10 +833,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     return Config(**values), given
 
 # ---- Log -------------------------------------------------------------------------------
-def set_aside(path: Path):
-    """Rename what another run has left under this name, if there is something: NAME.TIME.SUFFIX."""
-    with suppress(FileNotFoundError):
-        path.rename(path.with_name(f"{path.stem}.{time.time_ns()}{path.suffix}"))
+def set_aside(*paths: Path):
+    """Rename files that another run has left under these names to NAME.TIME.SUFFIX."""
+    now = time.time_ns()  # one for all: it tells which files belong together
+    for path in filter(Path.exists, paths):
+        path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
@@ -846,8 +847,7 @@ class RunLog:
             return
         Path("logs").mkdir(exist_ok=True)
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
-        for path in paths:  # The logs of two runs never mix.
-            set_aside(path)
+        set_aside(*paths)  # The logs of two runs never mix.
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         self.files = (sys.stdout, self.text)
         self.line(paths[0], sys.stdout)
@@ -1454,7 +1454,7 @@ def run(config, overrides: dict, source: str) -> int:
     elif config.resume:
         log.line(f"RESUME=auto finds no checkpoint in {config.out_dir}; starting at step 0")
     for path in list_checkpoints(config):
-        if config.iterations and path.name > f"{config.run_id}_{clock.step:08d}.pt":
+        if log.files and config.iterations and path.name > f"{config.run_id}_{clock.step:08d}.pt":
             set_aside(path)  # else RESUME=auto would continue that earlier run
     del checkpoint  # It is as large as the model and its optimizers' states.
     with signals_kept(clock):
