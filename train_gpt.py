@@ -707,7 +707,7 @@ def find_ranks() -> list[int]:
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         size = os.environ.get(name, "1")
-        require(size == "1", f"{name}={size}, but not all of {names}: use torchrun or tools/ranks.sh")
+        require(size == "1", f"{name}={size}, but not all {names}: use torchrun or tools/ranks.sh")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:

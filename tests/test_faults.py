@@ -433,12 +433,18 @@ def test_float16_skips_a_step_that_overflows_and_its_log_is_strict_json(tmp_path
     assert [e["step"] for e in log if e["event"] == "train" and e["grad_norm"] is None] == [3] and log[-1]["event"] == "final"
 
 
-def test_float16_keeps_a_nan_in_its_own_tensor():
-    """Clipping multiplies all gradients by one number, and the scaler skips only optimizers whose own are not finite."""
+def test_an_overflow_of_float16_updates_nothing():
+    """Not even by Muon's momentum, though its own gradients are finite; the next step is as usual."""
     trainer = train_gpt.Trainer(tiny_config(dtype="float16", grad_clip_norm=1.0), one_process())
-    trainer.model.tok_emb.weight.register_hook(lambda grad: grad * float("nan"))
-    _, norm = trainer.train_step([tuple(torch.randint(260, (2, 4, 32)))])
-    assert norm.isnan() and all(p.isfinite().all() for p in trainer.model.parameters())
+    batch = [tuple(torch.randint(260, (2, 4, 32), generator=torch.Generator().manual_seed(0)))]
+    trainer.train_step(batch)
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    hook = trainer.model.tok_emb.weight.register_hook(lambda grad: grad * float("inf"))
+    _, norm = trainer.train_step(batch)
+    assert not norm.isfinite() and all(map(torch.equal, weights, trainer.model.parameters()))
+    hook.remove()
+    _, norm = trainer.train_step(batch)
+    assert norm.isfinite() and not any(map(torch.equal, weights[:2], trainer.model.parameters()))
 
 
 def test_float16_that_overflows_in_every_step_stops_the_run(tmp_path, monkeypatch, data):
