@@ -9,10 +9,13 @@ import train_gpt
 from conftest import one_process, run_here, tiny_config
 
 PUBLISHED = dict(
-    vocab_size=1024, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2, seed=1337,
-    iterations=20000, warmdown_iters=3000, warmup_steps=20, train_batch_tokens=393216, train_seq_len=4096,
-    max_wallclock_seconds=600.0, val_batch_size=524288, val_loss_every=1000, train_log_every=200, tied_embed_lr=0.03,
-    matrix_lr=0.02, scalar_lr=0.02, head_lr=0.008, embed_lr=0.6, muon_momentum=0.99, beta1=0.9, beta2=0.95, adam_eps=1e-8)
+    vocab_size=1024, num_layers=9, model_dim=512, num_heads=8, num_kv_heads=4, mlp_mult=2, tie_embeddings=True,
+    rope_base=10000.0, logit_softcap=30.0, qk_gain_init=1.5, tied_embed_init_std=0.005, seed=1337, iterations=20000,
+    warmdown_iters=3000, warmup_steps=20, train_batch_tokens=393216, train_seq_len=4096, max_wallclock_seconds=600.0,
+    val_batch_size=524288, val_loss_every=1000, train_log_every=200, tied_embed_lr=0.03, matrix_lr=0.02, scalar_lr=0.02,
+    head_lr=0.008, embed_lr=0.6, muon_momentum=0.99, muon_backend_steps=5, muon_momentum_warmup_start=0.92,
+    muon_momentum_warmup_steps=1500, beta1=0.9, beta2=0.95, adam_eps=1e-8, grad_clip_norm=0.0, int8_keep_float_max_numel=65536,
+    control_tensor_name_patterns="attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,skip_weight,skip_weights")
 
 OF_OTHERS = """LOCAL_RANK GROUP_RANK WORLD_SIZE MASTER_ADDR TORCHELASTIC_RUN_ID OMP_NUM_THREADS PYTORCH_ALLOC_CONF CUDA_HOME
 CUDA_VISIBLE_DEVICES SLURM_NTASKS SLURM_TASKS_PER_NODE SBATCH_EXPORT PBS_O_PATH PMI_SIZE OMPI_MCA_pml HYDI_CONTROL_FD PATH HOME

@@ -56,19 +56,6 @@ def test_rounding_to_few_bits(capsys, bits, deviations):
     assert not capsys.readouterr().err
 
 
-def test_gptq_halves_the_error_of_the_outputs():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(500, 16, generator=generator) @ torch.randn(16, 64, generator=generator)  # correlated
-    inputs += 0.1 * torch.randn(500, 64, generator=generator)
-    inputs[:, 5] = 0  # a column that is never used
-    weight = torch.randn(32, 64, generator=generator)
-    errors = []
-    for gram in (None, inputs.T @ inputs):
-        values, scales = train_gpt.quantize_tensor(weight, 4, 0.0, gram)
-        errors.append(((values * scales[:, None].float() - weight) @ inputs.T).norm().item())
-    assert errors[1] < 0.5 * errors[0]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_calibration_sums_the_inputs_of_each_matrix(tied, monkeypatch):
     model = train_gpt.GPT(tiny_config(tie_embeddings=tied, num_layers=3, **SWITCHES))
@@ -132,18 +119,6 @@ def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert artifact.stat().st_size + code <= cap
     assert "WARNING: above SIZE_CAP with EXPORT_CLIP=4; raising it" in out and "; use EXPORT_CLIP or EXPORT_BITS" not in out
-
-
-def test_weights_that_are_only_exported_can_be_calibrated(tmp_path, monkeypatch):
-    """On the batches of step 0. With OVERFIT, those after the last step are the same, and so is the artifact."""
-    words = tiny_arguments(make_shards(tmp_path), EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100, OVERFIT=1)
-    run_here(monkeypatch, tmp_path, *words, "OUT_DIR=trained", "GPTQ_BATCHES=2")
-    for batches in (0, 2):
-        run_here(monkeypatch, tmp_path, *words, f"OUT_DIR={batches}", f"GPTQ_BATCHES={batches}", "ITERATIONS=0",
-                 "INIT_FROM=trained/final_model.pt")
-    floats, artifacts = ([(tmp_path / folder / name).read_bytes() for folder in ("trained", "0", "2")]
-                         for name in ("final_model.pt", "final_model.int8.ptz"))
-    assert floats[0] == floats[1] == floats[2] and artifacts[1] != artifacts[0] == artifacts[2]
 
 
 # ---- Files that are refused --------------------------------------------------------------------------------

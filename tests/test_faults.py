@@ -484,7 +484,7 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, c
     assert events(tmp_path, "run")[0]["step"] == 1
 
 
-@pytest.mark.parametrize("setting", ["COMPILE=auto", "COMPILE=blocks", "COMPILE=1"])
+@pytest.mark.parametrize("setting", ["COMPILE=auto", pytest.param("COMPILE=1", marks=pytest.mark.slow)])
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux compiles by default")
 def test_a_compiler_that_fails_is_a_sentence(tmp_path, data, setting):
     environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

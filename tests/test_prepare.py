@@ -366,6 +366,13 @@ def test_a_small_text_with_a_large_vocabulary_is_said(tmp_path, monkeypatch, cap
     assert (said in capsys.readouterr().out) == is_said
 
 
+@pytest.mark.parametrize("size, is_said", [(99_999, True), (100_000, False)])
+def test_a_short_validation_text_is_said(tmp_path, monkeypatch, capsys, size, is_said):
+    texts = [write_jsonl(tmp_path / f"{name}.jsonl", ["x" * count]) for name, count in (("train", 9), ("val", size))]
+    make(monkeypatch, tmp_path / "out", texts[0], "--val-file", texts[1])
+    assert (f"warning: scores will be noisy: the validation split has only {size:,} bytes" in capsys.readouterr().out) == is_said
+
+
 def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
     """From text to a score. run.sh, which chooses a model for the machine, reads paths from its own folder."""
     texts = [f"It was a dark and stormy night, number {i}, and the rain fell in torrents." for i in range(200)]

@@ -5,6 +5,7 @@ Each step begins from the trainer's own weights, those in its checkpoints, so th
 
 import math
 import zlib
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,8 @@ CASES = {
     "published": {}, "bfloat16": dict(dtype="bfloat16"),
     "untied": dict(tie_embeddings=False, embed_lr=0.5, head_lr=0.006, weight_decay=0.3, grad_clip_norm=0.8, lr_warmup_steps=3,
                    min_lr=0.2, muon_row_norm=True),
-    "adamw": dict(optimizer="adamw", adam_lr=0.01, weight_decay=0.3, num_heads=4, num_kv_heads=2)}
+    "adamw": dict(optimizer="adamw", adam_lr=0.01, weight_decay=0.3, num_heads=4, num_kv_heads=2, export_bits=6, embed_bits=7,
+                  export_clip=3.0)}
 # Relative ones of an update, by Adam and by Muon, whose noise is larger where gradients begin at zero.
 TOLERANCES = {"bfloat16": (0.1, 0.1), "untied": (1e-4, 0.08)}
 
@@ -78,8 +80,13 @@ def initial_weights(config):
     return weights
 
 
+def rounded(x):
+    return x.bfloat16().float()
+
+
 def orthogonalized(x, steps):
     """X <- aX + (bA + cA^2)X with A = X X^T, of the wide one of X and X^T, with the digits of bfloat16."""
+    is_tall = len(x) > len(x.T)
     rounded, is_tall = (lambda t: t.bfloat16().float()), len(x) > len(x.T)
     x = rounded(x.T if is_tall else x)
     x = rounded(x / rounded(x.norm() + 1e-7))
@@ -142,13 +149,13 @@ def test_every_step_is_that_of_the_recipe(run):
             found = run.steps[step + 1]
             assert (found["train_loss"], found["grad_norm"]) == pytest.approx((loss.item(), norm), rel=exact / 10)
         clip = min(1.0, config.grad_clip_norm / norm) if config.grad_clip_norm else 1.0
-        errors, sizes = dict.fromkeys(["embed", "head", "matrix", "scalar"], 0.0), dict.fromkeys(["embed", "matrix"], 0.0)
+        errors, sizes = Counter(), Counter()  # squares, by kind
         with torch.no_grad():
             wanted = step_of(config, step, weights, {name: clip * grad for name, grad in grads.items()}, kept)
         for name, found in run.weights[step + 1].items():
             kind, right = rate_of(config, name)[0], wanted[name].to(found.dtype).float()
             errors[kind] += (found.float() - right).square().sum().item()
-            sizes[kind] = sizes.get(kind, 0.0) + (right - weights[name]).square().sum().item()
+            sizes[kind] += (right - weights[name]).square().sum().item()
         for kind, size in sizes.items():
             assert math.sqrt(errors[kind] / max(size, 1e-12)) < (of_muon if kind == "matrix" else exact), (step, kind)
 
@@ -177,8 +184,9 @@ def test_the_log_has_the_numbers_of_the_run(run):
         wanted = {"lr": rates["matrix"] * factor_of(config, step - 1), "step_avg_ms": ms / step, "mem_mib": 7, "iterations": 12,
                   "tok_per_sec": 1024 * (step - before[0]) / (ms - before[1]) * 1000, "epoch": 8 * 129 * step / 13_000}
         assert {name: event[name] for name in wanted} == pytest.approx(wanted)
-        assert ("\nstep:{step}/12 train_loss:{train_loss:.4f} train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms "
-                "lr:{lr:.2e} grad_norm:{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}\n").format(**event) in run.shown
+        line = ("\nstep:{step}/12 train_loss:{train_loss:.4f} train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms "
+                "lr:{lr:.2e} grad_norm:{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}\n")
+        assert line.format(**event) in run.shown
         before = step, ms
     for step, event in run.scores.items():
         assert (event["val_loss"], event["val_bpb"]) == score_of(run, run.weights[step])
@@ -189,7 +197,7 @@ def test_the_log_has_the_numbers_of_the_run(run):
 
 
 def test_the_artifact_holds_the_weights_and_the_log_their_sizes(run):
-    data, floats, code = run.folder / "final_model.int8.ptz", run.folder / "final_model.pt", REPOSITORY / "train_gpt.py"
+    config, data, floats = run.config, run.folder / "final_model.int8.ptz", run.folder / "final_model.pt"
     raw, state = zlib.decompress(data.read_bytes()), torch.load(floats, weights_only=True)
     artifact, read, payload = train_gpt.read_saved(data), {}, 0
     for name, w in state.items():
@@ -197,13 +205,17 @@ def test_the_artifact_holds_the_weights_and_the_log_their_sizes(run):
         found, read[name] = artifact["passthrough"].get(name), w
         payload += w.numel() * 4
         if name.endswith(".weight"):
-            rows = w.float().numpy()
-            scales = np.maximum(np.quantile(abs(rows), 0.9999984, axis=1, keepdims=True), 1) / 127
-            read[name] = torch.tensor(np.rint(rows / scales) * scales.astype(np.float16)).float()
+            rows, levels = w.float().numpy(), 127
+            scales = np.maximum(np.quantile(abs(rows), 0.9999984, axis=1, keepdims=True), 1) / levels
+            if config.export_clip:
+                levels = 2 ** ((config.export_bits if "blocks" in name else config.embed_bits) - 1) - 1
+                scales = np.float16(config.export_clip * rows.std(1, ddof=1, keepdims=True) / levels).astype(np.float32)
+            read[name] = torch.tensor(np.rint(rows / scales).clip(-levels, levels) * np.float16(scales)).float()
             found = artifact["quantized"][name].float() * artifact["scales"][name][:, None]
             payload += 2 * len(rows) - 3 * rows.size
         torch.testing.assert_close(found, read[name], rtol=1e-6, atol=1e-7)
-    sizes, ratio = [path.stat().st_size for path in (data, floats, code)], sum(w.nbytes for w in state.values()) / payload
+    sizes = [path.stat().st_size for path in (data, floats, REPOSITORY / "train_gpt.py")]
+    ratio = sum(w.nbytes for w in state.values()) / payload
     assert f"""
 Serialized model: {sizes[1]} bytes
 Code size: {sizes[2]} bytes

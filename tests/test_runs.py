@@ -131,11 +131,10 @@ def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, cha
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_types_train_alike(finished, tmp_path, monkeypatch, dtype):
-    """float16 with loss scaling: the same losses, nearly, and no step that is skipped for good."""
+def test_float16_trains_alike(finished, tmp_path, monkeypatch):
+    """With loss scaling: the same losses, nearly, and no step that is skipped for good."""
     folder, data, _ = finished
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE=dtype))
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE="float16"))
     losses = [[e["val_loss"] for e in events(f, "run") if e["event"] == "val"] for f in (folder, tmp_path)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1][-1] < losses[1][0] - 0.1
 
