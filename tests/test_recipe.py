@@ -25,8 +25,8 @@ CASES = {
     "published": {}, "bfloat16": dict(dtype="bfloat16"),
     "untied": dict(tie_embeddings=False, embed_lr=0.5, head_lr=0.006, weight_decay=0.3, grad_clip_norm=0.8, lr_warmup_steps=3,
                    min_lr=0.2, muon_row_norm=True),
-    "adamw": dict(optimizer="adamw", adam_lr=0.01, weight_decay=0.3, num_heads=4, num_kv_heads=2, export_bits=6, embed_bits=7,
-                  export_clip=3.0)}
+    "adamw": dict(optimizer="adamw", adam_lr=0.01, beta1=0.95, beta2=0.99, weight_decay=0.3, num_heads=4, num_kv_heads=2,
+                  export_bits=6, embed_bits=7, export_clip=3.0)}
 # Relative ones of an update, by Adam and by Muon, whose noise is larger where gradients begin at zero.
 TOLERANCES = {"bfloat16": (0.1, 0.1), "untied": (1e-4, 0.08)}
 
@@ -57,6 +57,10 @@ def run(request, tmp_path_factory):
 # ---- The recipe, a second time -----------------------------------------------------------------------------
 
 
+def rounded(x):
+    return x.bfloat16().float()
+
+
 def initial_weights(config):
     """By name, in the order in which they are drawn."""
     torch.manual_seed(config.seed)
@@ -77,11 +81,7 @@ def initial_weights(config):
         weights["tok_emb.weight"] = config.tied_embed_init_std * torch.randn(config.vocab_size, width)
     else:
         weights["lm_head.weight"] = torch.zeros(config.vocab_size, width)
-    return weights
-
-
-def rounded(x):
-    return x.bfloat16().float()
+    return {name: rounded(w) if config.dtype == "bfloat16" else w for name, w in weights.items()}
 
 
 def orthogonalized(x, steps):
