@@ -72,8 +72,6 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
     assert final["val_bpb"] == pytest.approx(bits, rel=1e-12) and config["world_size"] == 1
     assert export["code_sha256"] == hashlib.sha256(SOURCE.encode()).hexdigest()
     assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
-    assert seen[6]["grad_norm"] > 0 and seen[6]["tok_per_sec"] > 0
-    assert seen[6]["epoch"] == pytest.approx(4128 / 14000)  # the warm-up's step is not counted
     clock = [event["elapsed_s"] for event in seen]
     assert clock == sorted(clock) and 0 < clock[0] < clock[-1]
 
