@@ -150,7 +150,7 @@ class Card(TorchDispatchMode):
 
         is_cuda, properties = self.kind == "cuda", SimpleNamespace(major=self.capability[0], total_memory=self.memory)
         answers = {"is_available": is_cuda, "device_count": self.count * is_cuda, "get_device_capability": self.capability,
-                   "get_device_properties": properties, "get_device_name": "pretended", "max_memory_allocated": 7 << 20, "max_memory_reserved": 9 << 20, "_lazy_init": None,
+                   "get_device_properties": properties, "get_device_name": "pretended", "max_memory_allocated": 700 << 20, "max_memory_reserved": 900 << 20, "_lazy_init": None,
                    "is_current_stream_capturing": False}
         return [
             *((torch.cuda, name, Mock(return_value=value)) for name, value in answers.items()),
