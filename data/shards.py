@@ -25,6 +25,12 @@ SHARD_TOKENS = 100_000_000
 BLOCK_TOKENS = 1 << 22  # read from a shard at a time
 
 
+def escape_what_cannot_be_printed() -> None:
+    """Let stdout escape what it cannot encode: a terminal may not have all characters, and names of files need not be UTF-8."""
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

