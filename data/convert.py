@@ -4,26 +4,31 @@
     python data/convert.py openwebtext/ --dtype uint16 --tokenizer gpt2 --out data/datasets/owt
 
 A FILE is a .bin of modded-nanogpt or llm.c, a .npy of build-nanogpt, a .bin of nanoGPT (with --dtype), or a folder of them.
-Files with "val", "valid", "validation" or "test" in their names become the validation split, the others the training split.
+Files with "val", "valid", "validation", "dev" or "test" in their names become the validation split, the others the training split.
+If none has, folders of these names decide.
 """
 
 import argparse
-import re
 from pathlib import Path
 
 import numpy as np
-from shards import ShardWriter, finish, map_shard, split_documents, write_dataset
+from shards import SHARD_START, ShardWriter, escape_what_cannot_be_printed, finish, map_shard, split_documents, write_dataset
+from sources import PLACEHOLDER, PLACEHOLDER_ADVICE, SPLITS, words_of
 from tokenization import Tokenizer, load_tokenizer
-
-SPLIT_NAME = re.compile(r"(?:^|[_.-])(train|val|valid|validation|test)(?=[_.-])")
 
 
 def open_tokens(path: Path, dtype: str | None) -> np.ndarray:
     """Return a file's token ids as a memory map of integers (N,), N > 0. `dtype` is that of a .bin without a header.
 
     Raises ValueError if the file is of another kind or damaged."""
+    with path.open("rb") as file:
+        start = file.peek(8)
+        if PLACEHOLDER.match(start):
+            raise ValueError(f"{path} {PLACEHOLDER_ADVICE}")
+        if dtype and start.startswith((np.array(SHARD_START, dtype="<i4").tobytes(), b"\x93NUMPY")):
+            raise ValueError(f"{path} has a header: leave out --dtype, and name it .npy if it is NumPy's")
     try:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             tokens = np.load(path, mmap_mode="r")
         elif dtype:
             tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
@@ -32,7 +37,7 @@ def open_tokens(path: Path, dtype: str | None) -> np.ndarray:
             train_gpt.count_tokens(path)
             return map_shard(path)
     except Exception as error:  # NumPy raises many types
-        hint = "" if path.suffix == ".npy" or dtype else "; ids without a header, as nanoGPT's, need --dtype uint16"
+        hint = "" if path.suffix.lower() == ".npy" or dtype else "; ids without a header, as nanoGPT's, need --dtype uint16"
         raise ValueError(f"{path} cannot be read: {error}{hint}") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
         raise ValueError(f"{path} does not hold a row of token ids")
@@ -41,20 +46,29 @@ def open_tokens(path: Path, dtype: str | None) -> np.ndarray:
     return tokens
 
 
+def is_validation(name: str) -> bool:
+    """Whether the last word of a name that is one of a split is not "train"."""
+    splits = [SPLITS[word] for word in words_of(name) if word in SPLITS]
+    return splits[-1:] not in ([], ["train"])
+
+
 def find_files(names: list[str]) -> dict[str, list[Path]]:
-    """Return the files of "train" and "val" by their names. Raises ValueError if there are none for val."""
-    splits = {"train": [], "val": []}
+    """Return the files of "train" and "val" by their names, or, if those say nothing, by the names of their folders. Raises
+    ValueError if there are none for val."""
+    paths = []
     for name in names:
-        found = sorted(path for path in Path(name).glob("*") if path.suffix in (".bin", ".npy")) or [Path(name)]
+        found = sorted(path for path in Path(name).glob("*") if path.suffix.lower() in (".bin", ".npy")) or [Path(name)]
         if not found[0].is_file():
             raise ValueError(f"FILE {name!r} is neither a .bin or .npy file nor a folder of them")
-        for path in found:
-            last = SPLIT_NAME.findall(path.name)[-1:]
-            splits["train" if last in ([], ["train"]) else "val"].append(path)
-    if not splits["val"]:
-        raise ValueError(f"none of {', '.join(path.name for path in splits['train'][:5])} has val or test in its name; the "
+        paths += found
+    val = [path for path in paths if is_validation(path.name)]
+    in_folders = [path for path in paths if SPLITS.get(path.parent.name.lower()) in ("val", "test")]
+    if not val and len(in_folders) < len(paths):  # else the folder may have its name for another reason
+        val = in_folders
+    if not val:
+        raise ValueError(f"none of {', '.join(path.name for path in paths[:5])} has val or test in its name; the "
                          "validation split must be a file of its own")
-    return splits
+    return {"train": [path for path in paths if path not in val], "val": val}
 
 
 def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
@@ -100,6 +114,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     parser.add_argument("--dtype", choices=["uint16", "uint32", "int32", "int64"],
                         help=".bin files have no header, only ids of this type (nanoGPT: uint16)")
+    escape_what_cannot_be_printed()
     write_dataset("convert.py", convert, parser.parse_args())
 
 

@@ -13,9 +13,10 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from shards import REPOSITORY
+from shards import REPOSITORY, escape_what_cannot_be_printed
 
 DATA = REPOSITORY / "data"
 VARIANTS = {"sp1024": (1024, "willdepueoai/parameter-golf"),  # size of the vocabulary, repository
@@ -48,7 +49,7 @@ def download(options) -> str:
     published = sorted(huggingface_hub.list_repo_files(repository, repo_type="dataset"))
     val = [path for path in published if path.startswith(f"{folder}fineweb_val_")]
     train = [path for path in published if path.startswith(f"{folder}fineweb_train_")]
-    if not val or not 0 <= options.train_shards <= len(train):
+    if not val or options.train_shards > len(train):
         raise ValueError(f"--train-shards {options.train_shards}: {repository} has {len(train)} training and {len(val)} "
                          f"validation shards of {variant}; 0 is for validation only")
     out = Path(options.out) if options.out else DATA / "datasets" / f"fineweb10B_{variant}"
@@ -67,12 +68,21 @@ def download(options) -> str:
                                   f"VOCAB_SIZE={vocab_size}"])
 
 
+def shards(text: str) -> int:
+    """Return the number of shards in an argument, 0 or more."""
+    with suppress(ValueError):
+        if (number := int(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of shards, such as 10, or 0 for validation only")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", required=True, choices=VARIANTS)
-    parser.add_argument("--train-shards", type=int, default=10, metavar="N",
+    parser.add_argument("--train-shards", type=shards, default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
     parser.add_argument("--out", help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")
+    escape_what_cannot_be_printed()
     try:
         print(download(parser.parse_args()))
     except KeyboardInterrupt:

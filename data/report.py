@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from shards import check_with_trainer, sha256_of, split_documents
+from shards import check_with_trainer, escape_what_cannot_be_printed, sha256_of, split_documents
 from tokenization import Tokenizer, load_tokenizer
 
 SAMPLES = 3  # documents of each split that are shown
@@ -49,14 +49,18 @@ def decode(document: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 def show_split(part: str, shards: list[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
-    """Print the counts and the first documents of a split; return a hash of each document, uint64 (D,)."""
+    """Print the counts and the first documents of a split; return a hash of each document that has text, uint64 (D,)."""
     digests = bytearray()
     heads = []
+    count = 0
+    has_text = np.array([bool(token.strip()) for token in tokenizer.token_bytes])  # by id
     for document in split_documents(shards, tokenizer.bos, part):
-        digests += hashlib.blake2b(document, digest_size=8).digest()
+        count += 1
+        if has_text[document].any():  # empty ones are alike, which is no leak
+            digests += hashlib.blake2b(document[document != tokenizer.bos], digest_size=8).digest()
         if len(heads) < SAMPLES:
             heads.append(document[:4 * SAMPLE_CHARS])  # a character has up to four tokens
-    print(f"{part}: {len(shards)} shards, {len(digests) // 8:,} documents, {sum(map(len, shards)):,} tokens")
+    print(f"{part}: {len(shards)} shards, {count:,} documents, {sum(map(len, shards)):,} tokens")
     for number, head in enumerate(heads, 1):
         print(f"{part}, document {number}: {decode(head, tokenizer)[:SAMPLE_CHARS]!r}")
     return np.frombuffer(digests, dtype=np.uint64)
@@ -93,7 +97,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", metavar="SPEC", help="a .model file, byte260, or gpt2 "
                         "(default: the one in manifest.json)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have all characters of the text
+    escape_what_cannot_be_printed()
     try:
         problems = report(parser.parse_args())
     except (ValueError, OSError, ImportError) as error:

@@ -51,11 +51,25 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     assert (train["documents"], val["documents"]) == (150, 5) and len(train["shards"]) == 5
 
 
+@pytest.mark.parametrize("train, val", [
+    (["train_0.npy", "interval.bin", "my_val_train.npy"], ["val.npy", "val1.npy", "x_VAL_0.NPY", "dev-2.bin", "valset.npy", "my validation(3).bin"]),
+    (["train/0.npy", "other/1.npy"], ["val/0.npy", "Test/0.npy"]), (["test/a.npy"], ["test/val.npy"])])
+def test_names_say_which_files_are_for_validation(tmp_path, monkeypatch, train, val):
+    monkeypatch.chdir(tmp_path)
+    for name in train + val:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    splits = convert.find_files(sorted({name.rpartition("/")[0] or "." for name in train + val}))
+    assert [sorted(map(str, splits[split])) for split in ("train", "val")] == [sorted(train), sorted(val)]
+
+
 @pytest.mark.parametrize("name, content, arguments, wanted", [
     ("val.bin", None, [], "val.bin' is neither a .bin or .npy file nor a folder of them"),
     ("interval_train.bin", [1, 5], [], "none of interval_train.bin has val or test in its name"),
     ("val.bin", b"text that is no tokens" * 100, [], "val.bin is not a token shard.*need --dtype"),
     ("val.bin", b"odd", ["--dtype", "uint16"], "val.bin cannot be read: "),
+    ("val.bin", [1, 5], ["--dtype", "uint16"], "val.bin has a header: leave out"),
+    ("val.bin", b"version https://git-lfs.github.com/spec/v1\n", ["--dtype", "uint16"], "val.bin is a placeholder of Git LFS .*: fetch"),
     ("val.bin", [1, 260], [], "val.bin holds tokens 1 to 260, but"), ("val.bin", [1, 1], [], "decode to no text"),
     ("val.npy", np.array([{}]), [], "val.npy cannot be read: "), ("val.npy", np.zeros(9), [], "val.npy does not hold"),
     ("val.npy", np.array([1, -2, 3]), [], "val.npy holds tokens -2 to 3")])

@@ -81,6 +81,14 @@ def test_shards_that_are_not_there_are_an_error(run, variant, count):
         run("--train-shards", count, variant=variant)
 
 
+@pytest.mark.parametrize("count", ["-1", "all"])
+def test_numbers_of_shards_that_cannot_be_are_refused_before_the_hub_is_asked(run, capsys, count):
+    with pytest.raises(SystemExit, match="^2$"):
+        run(f"--train-shards={count}")
+    assert f"argument --train-shards: '{count}' is not a number of shards" in capsys.readouterr().err
+    assert not huggingface_hub.list_repo_files.called
+
+
 @pytest.mark.parametrize("error, status", [(KeyboardInterrupt(), "^130$"), (OSError("no\nnetwork"), "^download.py: OSError: no net")])
 def test_ctrl_c_and_errors_of_the_client(run, error, status):
     huggingface_hub.list_repo_files.side_effect = error

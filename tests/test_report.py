@@ -55,6 +55,7 @@ def test_problems_of_the_shards(show_shards):
     train = byte_stream("twice", "once", "thrice", "twice", "thrice", "only")
     val = byte_stream("new", "thrice", "newer", "on", "once")
     assert "2 of the 5 validation documents are also in the training split" in show_shards([train[:9], train[9:]], [val])[1]
+    assert show_shards([[1, 1, *byte_stream(" \n"), 1, 2, 5]], [[1, 1, *byte_stream(" \n"), 1, 2, 6]])[1] is None  # nothing but empty ones
     end = show_shards([train, [1, 260]], [val])[1]
     assert "cannot use this data set: " in end and "x_train_000001.bin holds token 260" in end
 
