@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from common import (  # noqa: E402
-    ROOT, describe_machine, deviation, has_finished, launcher, load_json, pairs_of, require_packages, score, table,
+    ROOT, describe_machine, deviation, has_finished, is_running, launcher, load_json, pairs_of, require_packages, score, table,
 )
 
 import train_gpt  # after common, which finds it  # noqa: E402
@@ -104,6 +104,14 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
             raise
 
 
+def set_aside(folder: Path) -> None:
+    """Rename the folder of an unfinished run, whose checkpoints may have taken hours; remove it if it has no files."""
+    if any(path.is_file() for path in folder.rglob("*")):
+        folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[int]) -> list[str]:
     """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
     environment, track = dict(os.environ), load_track(folder)
@@ -118,10 +126,12 @@ def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[int])
             print(f"{run_id} has already finished", flush=True)
         else:
             log = ROOT / "logs" / f"{run_id}.jsonl"
+            if is_running(log.with_name(f"{run_id}.txt")):
+                raise ValueError(f"{run_id} is being trained by another command: wait for it, or choose another --name")
             has_ended = not log.exists() or '"event": "final"' in log.read_text(encoding="utf-8")
             if has_ended and (ROOT / given["OUT_DIR"] / train_gpt.MODEL_FILE).exists():  # perhaps the only one of a record
                 raise ValueError(f"logs/{run_id} has the model of another run: move it, or choose another --name")
-            shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # of an unfinished run
+            set_aside(ROOT / given["OUT_DIR"])
             arguments = [f"{name}={text}" for name, text in given.items()]
             if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
                 sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")

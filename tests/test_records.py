@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -287,7 +289,15 @@ def test_the_model_of_another_run_is_not_deleted(root, monkeypatch):
     (root / "logs" / "Stopped_seed1.jsonl").write_text('{"event": "export"}\n')
     with pytest.raises(SystemExit, match="Stopped_seed1 ended with status 1"):
         make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
-    assert not (root / "logs" / "Stopped_seed1").exists()
+    assert not (root / "logs" / "Stopped_seed1").exists() and len([*root.glob("logs/Stopped_seed1.*/*.ptz")]) == 1  # set aside
+    code = "import fcntl, time; file = open('logs/Stopped_seed1.txt', 'a'); fcntl.lockf(file, 2); print(flush=True); time.sleep(60)"
+    (root / "logs" / "Stopped_seed1" / "checkpoints").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(ValueError, match="Stopped_seed1 is being trained by another command: wait for it"):
+            make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
+        holder.kill()
+    assert (root / "logs" / "Stopped_seed1" / "checkpoints").exists()
 
 
 def test_paths_are_relative_to_the_repository(root, monkeypatch, tmp_path):

@@ -81,6 +81,19 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
     return is_same and any(event["event"] == "final" and event["val_bpb"] is not None for event in events)
 
 
+def is_running(log: Path) -> bool:
+    """Return whether a run writes to its .txt log now. Where files have no locks, nothing is known of it, and this is False."""
+    from train_gpt import lock
+    if not log.is_file():
+        return False
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            lock(file)
+    except ValueError:
+        return True
+    return False
+
+
 # ---- The machine ---------------------------------------------------------------------------------------
 
 

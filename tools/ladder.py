@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import ROOT, count_cores, hardware, launcher, pairs_of, table
+from common import ROOT, count_cores, hardware, is_running, launcher, pairs_of, table
 from events import read_events
 
 SHAPES = {
@@ -66,6 +66,8 @@ def climb(shape: str, extra: list[str]) -> str:
         if ranks > 1:
             environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
         command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
+        if is_running(ROOT / "logs" / f"{run_id}.txt"):
+            raise ValueError(f"{run_id} is being trained by another ladder: wait for it, or stop it")
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # a model of an earlier climb would stop the run
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
