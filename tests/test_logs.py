@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -105,7 +107,7 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
 
 
 def test_a_picture_has_the_name_of_the_run_or_the_format_of_its_ending(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     runs = [write_log(tmp_path / f"{number}.jsonl", lr=number) for number in range(3)]
     run_script(monkeypatch, plot, runs[0])
     assert capsys.readouterr().out == f"{tmp_path / '0.png'}\n"
@@ -113,6 +115,9 @@ def test_a_picture_has_the_name_of_the_run_or_the_format_of_its_ending(tmp_path,
                               ("a.svg", b"<?xml", ["--out", tmp_path / "a.svg"])):
         run_script(monkeypatch, plot, *runs, *more)
         assert (tmp_path / name).read_bytes().startswith(start) and capsys.readouterr().out == f"{tmp_path / name}\n"
+    with matplotlib.rc_context({"text.usetex": True}):  # as a matplotlibrc may say; LaTeX may be missing
+        run_script(monkeypatch, plot, *runs, "--out", tmp_path / "plain")
+    assert capsys.readouterr().out == f"{tmp_path / 'plain.png'}\n"
     (tmp_path / "submission.json").touch()  # a record's folder has no room for it
     monkeypatch.chdir(tmp_path)
     run_script(monkeypatch, plot, *runs)
@@ -157,6 +162,11 @@ def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(t
     for name in ("", "new", "logs/new.jsonl", "logs/new.txt"):
         assert events.find_log(name) == Path("logs/new.jsonl")
     assert events.find_log("wd0.05").is_file()
+    for name in ("input.txt", "a.jsonl", "b.log"):  # named after a text
+        Path(name).touch()
+        path = write_log(Path("logs", f"{name}.jsonl"))
+        assert events.find_log(name) == events.find_log(str(path)) == path
+        path.unlink()
     for script, words in ((plot, []), (events, []), (track, ["wandb"])):
         for name in ("nosuch", "logs/nosuch.txt"):
             message = rf"^{script.__name__}.py: '{name}' is neither a file nor a RUN_ID in logs/; there are: new, wd0.05, old$"
@@ -168,10 +178,14 @@ def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(t
 
 def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setattr(events, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
+    for folder in ("logs", "out"):
+        Path(folder).mkdir()
+    Path("out", events.MODEL_FILE).touch()
 
     def summary(**changes):
-        return events.summarize(write_log(tmp_path / "a b.jsonl", **changes))
+        return events.summarize(write_log(Path("logs", "a b.jsonl"), **changes))
 
     plain = summary()
     assert "\nbest" not in plain
@@ -193,13 +207,49 @@ def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monk
         assert wanted in summary()
 
 
+START = '{"event": "config", "config": {"SEED": 1, "TRAIN_BATCH_TOKENS": 2}}\n'
+
+
+def test_a_summary_names_only_what_is_there(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    logs = sorted(Path("records").glob("track_*/*/*.jsonl"))
+    for log in logs:
+        summary = events.summarize(log)
+        paths = re.findall(r"(?:records|tools)/[^\s;]+", summary)
+        assert str(log) in paths and all(Path(path).exists() for path in paths), summary
+        assert (f"sample.py {log.parent}/artifact_seed" in summary) == bool([*log.parent.glob("*.ptz")])
+    assert events.find_log(str(logs[0].with_suffix(".log"))) == logs[0]
+
+
 @pytest.mark.parametrize("content, wanted", [
-    ('{"event": "config", "config": {}}\n', "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "is not a .jsonl log"),
-    ('{"event": "train", "step": 1}\n', "is not a .jsonl log")])
+    (START, "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "its line 1 is no event"), ("", "is empty: the run has not begun"),
+    ('{"event": "train", "step": 1}\n', "the event \"config\", the settings, is missing"),
+    (START + '{"event": "tra\n{"event": "val"}\n', "its line 2 is no event; delete that line"),
+    (START + '{"event": "train"}\n', "its events lack train.step"), ('{"event": "config"}\n', "its events lack config.config, SEED"),
+    (START[:30], "is empty"), (START + "5\n5\n", "its line 2 is no event")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
+    """By each script; those that need less of a log than plot.py may take it."""
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
         run_script(monkeypatch, plot, tmp_path / "x.jsonl")
+    if "line" in wanted or "empty" in wanted or "settings" in wanted:
+        for script, words in ((events, []), (track, ["wandb"])):
+            with pytest.raises(SystemExit, match=f"{script.__name__}.py: .*x.jsonl.*{wanted}"):
+                run_script(monkeypatch, script, *words, tmp_path / "x.jsonl")
+
+
+def test_a_long_run_is_read_in_little_memory_and_drawn_in_little_time(tmp_path):
+    log = write_log(tmp_path / "a.jsonl", steps=range(20_000), scores={1: 2, 3: 1})
+    tracemalloc.start()
+    assert "best      1.0000 bits" in events.summarize(write_log(tmp_path / "b.jsonl", scores={1: 1, 3: 2}))
+    assert "19,999 steps in 3 s" in events.summarize(log)
+    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    tracemalloc.stop()
+    values, started = np.random.default_rng(0).random(500_000), time.process_time()
+    means = plot.smooth(values)
+    assert time.process_time() - started < 2  # not the square
+    for end in (1, 2, 24_999, 25_001, 400_000, 500_000):
+        assert means[end - 1] == pytest.approx(values[max(0, end - 25_000):end].mean(), rel=1e-12)
 
 
 def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):

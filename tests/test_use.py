@@ -79,6 +79,9 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     folder, _ = trained
     monkeypatch.chdir(folder)
     assert sample.find_model("run").samefile(folder / "final_model.int8.ptz")
+    shutil.copy("logs/run.jsonl", "logs/input.txt.jsonl")
+    (folder / "input.txt").write_text("the text that a run is named after")
+    assert sample.find_model("input.txt").samefile(folder / "final_model.int8.ptz")
     monkeypatch.chdir(tmp_path)
     for time_s, name in enumerate(("old", "new")):
         model = tmp_path / "logs" / name / "final_model.int8.ptz"
@@ -153,6 +156,7 @@ def test_a_model_is_used_in_the_process_that_trained(trained):
 
 @pytest.mark.parametrize("changes, wanted", [
     ({}, [0.083, 0.610, 0.224, 0.083]), ({"temperature": 0}, [0, 1, 0, 0]), ({"temperature": 0.01}, [0, 1, 0, 0]),
+    ({"temperature": 1e-40}, [0, 1, 0, 0]),
     ({"top_k": 2}, [0, 0.731, 0.269, 0]), ({"top_p": 0.7}, [0, 0.731, 0.269, 0]), ({"top_p": 0.6}, [0, 1, 0, 0])])
 def test_tokens_are_drawn_as_the_options_say(changes, wanted):
     options = argparse.Namespace(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes})

@@ -45,6 +45,7 @@ from effects import (
     Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
     note_check, read_run, read_runs, spread_of_others,
 )
+from plot import own_style, plain_label
 
 LOGS = ROOT / "logs"
 MOST_SEEDS = 64  # for which the bounds can be simulated in seconds
@@ -450,6 +451,7 @@ def mean_curve(pairs: list[tuple[Run, Run]]) -> dict[int, float]:
     return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
 
 
+@own_style()
 def draw(rows: list[tuple[dict, Arm, Arm]], options) -> None:
     """Draw the effects with their intervals, and how the pairs' differences went along the training."""
     from matplotlib.figure import Figure
@@ -461,13 +463,14 @@ def draw(rows: list[tuple[dict, Arm, Arm]], options) -> None:
     for place, ((facts, _, _), curve) in enumerate(zip(shown, curves)):
         length = f", {facts['iterations']} steps" if options.horizons else ""
         reach = [1000 * (facts["high"] - facts["effect"])]
-        panels[0].errorbar([1000 * facts["effect"]], [f"{facts['name']}{length}: {facts['verdict']}"], xerr=reach, fmt="o",
-                           color=f"C{place % 10}", capsize=3)
+        label = plain_label(f"{facts['name']}{length}: {facts['verdict']}")
+        panels[0].errorbar([1000 * facts["effect"]], [label], xerr=reach, fmt="o", color=f"C{place % 10}", capsize=3)
         if has_curves:
             panels[1].plot([*curve], [1000 * value for value in curve.values()], marker=".", color=f"C{place % 10}")
     panels[0].axvline(0, color="0.3", linewidth=1)
     panels[0].axvline(-1000 * options.diff, color="0.3", linewidth=1, linestyle=":")
-    panels[0].set(title=f"against {rows[0][1].name}; dotted: a gain of {options.diff:g}", xlabel="thousandths of a bit per byte")
+    title = plain_label(f"against {rows[0][1].name}; dotted: a gain of {options.diff:g}")
+    panels[0].set(title=title, xlabel="thousandths of a bit per byte")
     panels[0].margins(y=0.2)
     if has_curves:
         panels[1].axhline(0, color="0.3", linewidth=1)

@@ -6,13 +6,19 @@
 import argparse
 import glob
 import json
+import math
+import os
 import re
 import shlex
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+MODEL_FILE = "final_model.int8.ptz"
 RULE = "=" * 100  # divides source, machine and lines in a text log
 # Settings that do not change what is trained, so that the seeds of a record may differ in them.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "KEEP_CHECKPOINTS"}
@@ -23,36 +29,112 @@ MANY_EPOCHS = 4  # readings of a text, after which a model may begin to learn it
 RISE, GAP = 0.01, 1.0  # nats: of the validation loss above its lowest, and above the training loss
 
 
-def interpreter() -> str:
-    """Return the Python that runs, as one types it in this folder."""
-    path = Path(sys.executable)
+def prepare_output(ends_with_reader: bool = True) -> None:
+    """Let output have any file name, with escapes for what the terminal does not have, and if `ends_with_reader`, let this process
+    end without a message where `| head` has read enough. That is not for processes that others depend on."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    if ends_with_reader and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def number(low: float, high: float = math.inf, kind: type = float):
+    """Return a type for argparse: a number from `low` to `high`, without infinity."""
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            what = "whole number" if kind is int else "number"
+            limits = f"of {low:g} or more" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} must be a {what} {limits}")
+        return value
+
+    return parse
+
+
+def typed(path: Path) -> str:
+    """Return a path as one types it in this folder."""
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
+def interpreter() -> str:
+    """Return the Python that runs, as one types it in this folder."""
+    return typed(Path(sys.executable))
+
+
+def check_logs() -> None:
+    """Raise ValueError if logs/ is a link that leads nowhere: to other code, it would look like an empty folder or a file."""
+    if os.path.islink("logs") and not os.path.exists("logs"):
+        raise ValueError(f"logs is a link to {os.readlink('logs')}, which does not exist: make that folder, or remove the link")
+
+
+def find_run(name: str) -> Path | None:
+    """Return logs/RUN_ID.jsonl if `name` is a RUN_ID that has it: a RUN_ID may look like a file, such as input.txt."""
+    path = Path("logs", f"{name}.jsonl")
+    return path if Path(name).name == name and path.is_file() else None
+
+
 def find_log(name: str = "") -> Path:
-    """Return the path of a .jsonl log, from its path, that of the .txt log beside it, or a RUN_ID in logs/; from "", the
+    """Return the path of a .jsonl log, from a RUN_ID in logs/, its path, or that of the .txt or .log beside it; from "", the
     newest in logs/. Raises ValueError."""
+    check_logs()
     logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not name:
         if not logs:
             raise ValueError("there is no run in logs/ yet")
         return logs[0]
-    path = Path(name).with_suffix(".jsonl") if name.endswith((".jsonl", ".txt")) else Path("logs", f"{name}.jsonl")
-    if path.is_file():
+    path = find_run(name) or Path(name)
+    if path.suffix in (".txt", ".log"):
+        path = path.with_suffix(".jsonl")
+    if path.suffix == ".jsonl" and path.is_file():
         return path
+    if path.is_file():
+        raise ValueError(f"{name} is not a .jsonl log, and there is none beside it")
     # The log from before a resume is not a run of its own.
     runs = [log.stem for log in logs if not re.search(OLDER, log.stem)]
     there_are = ", ".join(runs[:MAX_LISTED]) + ", ..." * (len(runs) > MAX_LISTED) or "none"
     raise ValueError(f"{name!r} is neither a file nor a RUN_ID in logs/; there are: {there_are}")
 
 
+def iterate_events(path: Path) -> Iterator[dict]:
+    """Yield the events of a .jsonl log, the first of which is "config", without a last line that was cut off. Raises ValueError
+    if a log is empty or damaged, and OSError."""
+    damage, number = "", 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if damage:  # not in the last line
+                raise ValueError(damage)
+            try:
+                event = json.loads(line)
+                kind = event["event"]
+            except (ValueError, TypeError, LookupError):
+                damage = f"{path} is damaged, or not a .jsonl log of train_gpt.py: its line {number} is no event"
+                damage += "; delete that line to read the others" * (number > 1)
+                continue
+            if number == 1 and kind != "config":
+                raise ValueError(f'{path} is damaged: it begins with "{kind}", and the event "config", the settings, is missing')
+            yield event
+    if number == 0 or (number == 1 and damage):
+        raise ValueError(f"{path} is empty: the run has not begun")
+
+
 def read_events(path: Path) -> list[dict]:
-    """Return the events of a .jsonl log, without a last line that was cut off."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines[:-1]]
-    with suppress(ValueError):
-        events += [json.loads(line) for line in lines[-1:]]
-    return events
+    """Return the events of a .jsonl log. Raises what `iterate_events` raises."""
+    return list(iterate_events(path))
+
+
+def read_outline(path: Path, last: float = math.inf) -> list[dict]:
+    """Return the events of a .jsonl log up to step `last`, but the last of the "train" events alone, so that the memory that a
+    long run takes does not grow with its steps."""
+    events, train = [], []
+    for event in iterate_events(path):
+        if event["event"] == "train":
+            train = [event] if event["step"] <= last else train
+        elif event.get("step", 0) <= last:
+            events.append(event)
+    return events + train
 
 
 def given_settings(start: dict) -> dict[str, str]:
@@ -66,15 +148,16 @@ def resume_step(events: list[dict]) -> int:
     return next((event["step"] for event in events if event["event"] == "resume"), 0)
 
 
-def read_history(path: Path) -> list[dict]:
-    """Return the events of a .jsonl log. A resumed run has its earlier steps in older logs, which the trainer renamed to
-    NAME.TIME.jsonl: they follow the first event. If two logs have a step, the newer one counts."""
-    events = read_events(path)
+def read_history(path: Path, is_outline: bool = False) -> list[dict]:
+    """Return the events of a .jsonl log, or their outline. A resumed run has its earlier steps in older logs, which the trainer
+    renamed to NAME.TIME.jsonl: they follow the first event. If two logs have a step, the newer one counts."""
+    events = read_outline(path) if is_outline else read_events(path)
     resumed = resume_step(events)
     found = path.parent.glob(f"{glob.escape(path.stem)}.*.jsonl")
     older_paths = sorted(other for other in found if re.fullmatch(OLDER, other.stem.removeprefix(path.stem)))
     while resumed and older_paths:
-        older = read_events(older_paths.pop())
+        other = older_paths.pop()
+        older = read_outline(other, resumed) if is_outline else read_events(other)
         steps = [event for event in older if event["event"] in ("train", "val") and event["step"] <= resumed]
         if any(event["event"] == "train" for event in steps):
             by_step = {(event["event"], event.get("step")): event for event in events[:1] + steps + events[1:]}
@@ -122,11 +205,13 @@ def name_best(events: list[dict]) -> str:
             f"{scores[-1]['step']:,}, with {scores[-1]['val_bpb']:.4f}")
 
 
-def next_steps(run: str, start: dict, steps: int) -> list[str]:
-    """Return three commands for what one does next with a run, whose "config" event is `start`. `steps`: those that would have
-    been enough, or 0."""
-    python, run = interpreter(), shlex.quote(run)
-    plot = f"{python} tools/plot.py {run}"
+def next_steps(log: Path, model: Path | None, start: dict, steps: int) -> list[str]:
+    """Return commands for what one does next with a run, whose artifact is `model` and whose "config" event is `start`. `steps`:
+    those that would have been enough, or 0."""
+    python, is_here = interpreter(), log.parent == Path("logs")
+    sample, plot, prepare, run = (typed(ROOT / name) for name in ("tools/sample.py", "tools/plot.py", "data/prepare.py", "run.sh"))
+    run = run if "/" in run else f"./{run}"
+    plot = f"{python} {plot} {shlex.quote(log.stem if is_here else str(log))}"
     if not find_spec("matplotlib"):
         plot = f"{python} -m pip install matplotlib && {plot}"
     presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
@@ -136,20 +221,35 @@ def next_steps(run: str, start: dict, steps: int) -> list[str]:
         left_out = {*MAY_DIFFER_BETWEEN_SEEDS, "VAL_LOSS_EVERY", "ITERATIONS"}
         words = [f"{name}={text}" for name, text in given_settings(start).items() if name not in left_out]
         words.append(f"ITERATIONS={steps}")
-        more = f"./run.sh {shlex.join(words)}    # only as long as it improved"
+        more = f"{run} {shlex.join(words)}    # only as long as it improved"
     elif not Path(data).name.startswith(("sotu", "fineweb")):  # it is the user's own text
-        more = f"{python} train_gpt.py --help    # every setting"
+        more = f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting"
     elif "quick" in presets:
-        more = f"./run.sh --preset {better}    # ten minutes, a better model"
+        more = f"{run} --preset {better}    # ten minutes, a better model"
     else:
-        more = f"{python} data/prepare.py FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text"
-    return [f"{python} tools/sample.py {run} --interactive", f"{plot}    # add other RUN_IDs to compare", more]
+        more = f"{python} {prepare} FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text"
+    commands = [f"{plot}    # add other RUN_IDs to compare", more]
+    if model:
+        commands.insert(0, f"{python} {sample} {shlex.quote(log.stem if is_here else str(model))} --interactive")
+    return commands
+
+
+def find_artifact(log: Path, start: dict, export: dict) -> Path | None:
+    """Return the artifact of a run: in its OUT_DIR, or as it lies beside a log that was copied, or in a record. None if it is not
+    there, or another run has replaced it."""
+    places = [Path(start["config"]["OUT_DIR"], MODEL_FILE), log.with_suffix("") / MODEL_FILE]
+    if log.name.startswith("train_seed"):
+        places.append(log.with_name(f"{log.stem.replace('train', 'artifact')}.int8.ptz"))
+    wanted = export.get("artifact_sha256")
+    there = [path for path in places if path.is_file()]
+    return next((path for path in there if wanted in (None, sha256(path.read_bytes()).hexdigest())), None)
 
 
 def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
-    latest = {event["event"]: event for event in read_events(log)}
-    folder = Path(latest["config"]["config"]["OUT_DIR"])
+    history = read_history(log, is_outline=True)
+    latest = {event["event"]: event for event in history}
+    start = latest["config"]
     if "final" not in latest:
         return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
     final, export = latest["final"], latest.get("export")
@@ -158,15 +258,21 @@ def summarize(log: Path) -> str:
     score = f"{final['val_bpb']:.4f} bits per byte of the validation text"
     if not export:
         return score
-    size, cap = export["artifact_bytes"] + export["code_bytes"], latest["config"]["config"].get("SIZE_CAP", 0)
+    size, cap = export["artifact_bytes"] + export["code_bytes"], start["config"].get("SIZE_CAP", 0)
     too_large = f", more than SIZE_CAP={cap:,}" if 0 < cap < size else ""
-    history = read_history(log)
     warning, steps = warn_of_overfitting(history)
-    commands = "\n          ".join(next_steps(log.stem, latest["config"], steps))
+    text, script = log.with_suffix(".txt"), log.with_name("train_gpt.py")
+    beside = f"; {text} also has the script" if text.is_file() else f"; {script} is the script" if script.is_file() else ""
+    model = find_artifact(log, start, export)
+    place = f"not in OUT_DIR={start['config']['OUT_DIR']}: moved, deleted, or replaced by another run"
+    if model:
+        has_more = model.with_name("final_model.pt").is_file()
+        place = f"{model}{'; final_model.pt beside it has all weights in full' * has_more}"
+    commands = "\n          ".join(next_steps(log, model, start, steps))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
 {size:,} bytes of model and code{too_large}{name_best(history)}{warning}
-log       {log}; {log.with_suffix('.txt')} also has the script
-model     {folder / 'final_model.int8.ptz'}; final_model.pt beside it has all weights in full
+log       {log}{beside}
+model     {place}
 next      {commands}"""
 
 
@@ -176,13 +282,14 @@ def main() -> None:
     options = parser.parse_args()
     try:
         log = find_log(options.run)
-    except ValueError as error:
+        summary = summarize(log)
+    except (OSError, ValueError) as error:
         sys.exit(f"events.py: {error}")
-    try:
-        print(summarize(log))
-    except (OSError, ValueError, LookupError) as error:
-        sys.exit(f"events.py: {log} is no log of a run: {error!r}")
+    except (LookupError, TypeError) as error:
+        sys.exit(f"events.py: {log} is damaged, or of another program: an event lacks {error}")
+    print(summary)
 
 
 if __name__ == "__main__":
+    prepare_output()
     main()

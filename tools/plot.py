@@ -14,11 +14,14 @@ import json
 import statistics
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from events import MAY_DIFFER_BETWEEN_SEEDS, find_log, given_settings, interpreter, read_history, warn_of_overfitting
+from events import (
+    MAY_DIFFER_BETWEEN_SEEDS, check_logs, find_log, given_settings, interpreter, prepare_output, read_history, warn_of_overfitting,
+)
 
 # Runs that differ only in these settings are seeds of one group.
 SAME_GROUP = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
@@ -52,12 +55,14 @@ class Run(NamedTuple):
 def read_run(name: str) -> Run:
     """Read a log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
     path = find_log(name)
-    try:
-        events = read_history(path)
-        if not [event["train_time_ms"] for event in events if event["event"] in ("train", "val")]:
-            raise ValueError("it has no steps yet")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a .jsonl log of a run of train_gpt.py: {error!r}") from None
+    events = read_history(path)
+    needed = {"config": ["config"], "train": ["step", "train_time_ms"], "val": ["step", "train_time_ms"], "final": ["val_bpb"]}
+    missing = [f"{event['event']}.{key}" for event in events for key in needed.get(event["event"], []) if key not in event]
+    missing += [name for name in ("SEED", "TRAIN_BATCH_TOKENS") if name not in events[0].get("config", {})]
+    if missing:
+        raise ValueError(f"{path} is damaged, or of another program: its events lack {', '.join(dict.fromkeys(missing))}")
+    if not any(event["event"] in ("train", "val") for event in events):
+        raise ValueError(f"{path} has no steps yet")
     record = path.parent.name.partition("_")[2] if path.stem.startswith("train_seed") else ""  # its folder is DATE_NAME
     name = path.stem if path.parent == Path("logs") else str(path.with_suffix(""))
     score = next((event["val_bpb"] for event in events if event["event"] == "final"), None)
@@ -81,6 +86,20 @@ def describe(run: Run, differing: list[str]) -> str:
         if name not in UNNAMED and value is not None:
             words.append(Path(value).name if name == "DATA_PATH" else f"{name}={value}")
     return textwrap.shorten(", ".join(words) or run.name, MAX_LABEL, placeholder=" ...")
+
+
+def plain_label(text: str) -> str:
+    """Return text as matplotlib shows it as it is: it hides what begins with _, reads $, and stops at a name that is no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode().lstrip("_").replace("$", r"\$")
+
+
+@contextmanager
+def own_style():
+    """Draw as matplotlib does by default. A matplotlibrc may ask for LaTeX, which is missing or stops at a "_"."""
+    import matplotlib
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
@@ -107,7 +126,7 @@ def groups_of(runs: list[Run]) -> dict[str, list[Run]]:
             label += f" ({members[0].name})"
         if len(members) > 1:
             label += f", {len(members)} seeds"
-        groups[label.lstrip("_").replace("$", r"\$")] = members  # matplotlib hides the one, and reads the other
+        groups[plain_label(label)] = members
     return groups
 
 
@@ -141,8 +160,10 @@ def connected(points: dict[int, tuple[float, float]]) -> np.ndarray:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Return the moving mean of values (N,), over a twentieth of them."""
-    width = max(1, len(values) // 20)
-    return np.array([values[max(0, end - width):end].mean() for end in range(1, len(values) + 1)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - max(1, len(values) // 20))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def lines_of(members: list[Run], x: str, y: str):
@@ -198,6 +219,7 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
     axes.grid(alpha=0.3)
 
 
+@own_style()
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
     """Write a picture in the format of the file's ending. Raises ImportError without matplotlib, ValueError for a format
     that it does not have, and OSError."""
@@ -240,8 +262,10 @@ def main() -> None:
         folder = paths[0].parent
         if (folder / "submission.json").exists() and not options.out:  # a record has no room for it
             folder = Path("logs")
+            check_logs()
             folder.mkdir(exist_ok=True)
         out = options.out or folder / (f"{paths[0].stem}.png" if len(paths) == 1 else "compared.png")
+        out = out if out.suffix else out.with_suffix(".png")  # as matplotlib names it
         draw(groups, out)
         print(out)
     except ImportError as error:
@@ -251,4 +275,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output()
     main()

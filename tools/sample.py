@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of these names
 
 import train_gpt  # noqa: E402
-from events import read_events  # noqa: E402
+from events import check_logs, find_run, number, prepare_output, read_events, read_outline  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 SHORTEST = 80  # visible characters of a sample without a prompt
@@ -35,7 +35,7 @@ def newest_models() -> Iterator[Path]:
     """Yield the artifacts of the runs that ended, by the times of their logs, the newest first: a copied file has another time."""
     for log in sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True):
         with suppress(ValueError, LookupError, TypeError, OSError):
-            latest = {event["event"]: event for event in read_events(log)}
+            latest = {event["event"]: event for event in read_outline(log)}
             path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
             if "final" in latest and sha256(path.read_bytes()).hexdigest() == latest["export"]["artifact_sha256"]:
                 yield path
@@ -44,16 +44,15 @@ def newest_models() -> Iterator[Path]:
 def find_model(name: str) -> Path:
     """Return the file `name`, or the artifact of the run `name`, or with "" that of the last run that ended. Raises
     ValueError."""
+    check_logs()
     found = sorted(Path("logs").glob(f"*/{train_gpt.MODEL_FILE}"), key=lambda path: path.stat().st_mtime)
-    path, log = Path(name), Path("logs", f"{name}.jsonl")
+    path, log, copied = Path(name), find_run(name), Path("logs", name, train_gpt.MODEL_FILE)
     if not name:
         path = next(newest_models(), found[-1] if found else path)
-    elif not path.is_file() and not log.is_file() and Path("logs", name, train_gpt.MODEL_FILE).is_file():
-        path = Path("logs", name, train_gpt.MODEL_FILE)  # a copied folder, without its log
-    elif not path.is_file() and log.is_file():
-        latest = {event["event"]: event for event in read_events(log)}
-        if "config" not in latest:
-            raise ValueError(f"{log} is empty: the run has not begun")
+    elif not log and not path.is_file() and copied.is_file():
+        path = copied  # a folder without its log
+    elif log:  # also where a file has this name: a run may be named after its text
+        latest = {event["event"]: event for event in read_outline(log)}
         path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
         wanted = latest.get("export", {}).get("artifact_sha256")
         if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
@@ -105,7 +104,8 @@ def choose(logits: Tensor, options, generator: torch.Generator) -> int:
     if options.temperature == 0:
         return int(logits.argmax())
     largest = logits.topk(min(options.top_k or len(logits), len(logits)))  # sorted
-    probabilities = (largest.values / options.temperature).softmax(0)
+    below = (largest.values - largest.values[0]).double()  # which no temperature makes infinite
+    probabilities = (below / options.temperature).softmax(0).float()
     if options.top_p < 1:
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities.where(before < options.top_p, 0)
@@ -167,17 +167,19 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--length", type=int, default=200, help="maximum tokens per sample (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest with a total of P (default 0.95)")
-    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--samples", type=number(1, kind=int), default=1)
+    parser.add_argument("--length", type=number(1, kind=int), default=200, help="maximum tokens per sample (default 200)")
+    parser.add_argument("--temperature", type=number(0), default=0.8, help="0: always the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=number(0, kind=int), default=0, help="keep the K likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=number(0, 1), default=0.95, help="keep the likeliest with a total of P (default 0.95)")
+    parser.add_argument("--seed", type=number(0, 2**63 - 1, int), default=1337)
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
     options = parser.parse_intermixed_args()
-    if not 0 <= options.temperature < math.inf or options.top_k < 0 or not 0 < options.top_p <= 1:
-        parser.error("--temperature and --top-k must be 0 or larger, --top-p above 0 and at most 1")
+    if options.prompt != options.prompt.encode("utf-8", "replace").decode():
+        parser.error("--prompt is not UTF-8, which this terminal should write")
+    if options.top_p == 0:
+        parser.error("--top-p 0 keeps no token; --temperature 0 takes the likeliest")
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters
     try:
         path = find_model(options.model)
@@ -195,4 +197,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output()
+    sys.stdin.reconfigure(errors="replace")
     main()

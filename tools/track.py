@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from events import find_log, interpreter, read_history
+from events import find_log, interpreter, prepare_output, read_history
 
 
 def open_tracker(tracker: str, path: Path, settings: dict):
@@ -25,7 +25,7 @@ def open_tracker(tracker: str, path: Path, settings: dict):
         writer = SummaryWriter(str(path.with_suffix(".tensorboard")), purge_step=0)  # hides what was sent before
         return lambda numbers, step: [writer.add_scalar(*pair, step) for pair in numbers.items()], writer.close
     client = importlib.import_module(tracker)
-    run = client.init(project=os.environ.get("WANDB_PROJECT", "train_gpt"), name=path.stem, config=settings)
+    run = client.init(project=os.environ.get("WANDB_PROJECT") or "train_gpt", name=path.stem, config=settings)
     return lambda numbers, step: run.log({**numbers, "step": step}, step=step), run.finish
 
 
@@ -45,8 +45,10 @@ def main() -> None:
         send, close = open_tracker(options.tracker, path, events[0]["config"])
     except ImportError as error:
         sys.exit(f"track.py: {error}; run: {interpreter()} -m pip install {options.tracker}")
-    except (OSError, ValueError, LookupError) as error:
-        sys.exit(f"track.py: {path} is no log of a run: {error}")
+    except LookupError as error:
+        sys.exit(f"track.py: {path} is damaged, or of another program: an event lacks {error}")
+    except (OSError, ValueError) as error:
+        sys.exit(f"track.py: {error}")
     with suppress(KeyboardInterrupt):
         while True:
             for event in events:
@@ -57,10 +59,12 @@ def main() -> None:
             if options.once or any(event["event"] in ("final", "nonfinite") for event in events):
                 break
             time.sleep(2)
-            events = read_history(path) if path.is_file() else []  # it is renamed when the run is resumed
+            with suppress(OSError, ValueError):  # it is renamed when the run is resumed, and then empty for a moment
+                events = read_history(path)
     close()
     print(f"{len(sent)} events sent from {path}")
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
     main()
