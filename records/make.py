@@ -27,15 +27,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from common import (  # noqa: E402
-    ROOT, describe_machine, deviation, has_finished, is_running, launcher, load_json, pairs_of, require_packages, score, table,
+    ROOT, describe_machine, deviation, has_finished, is_running, launcher, load_json, pairs_of, read_settings, require_packages,
+    score, table,
 )
 
 import train_gpt  # after common, which finds it  # noqa: E402
-from events import RULE, read_events  # noqa: E402
+from events import RULE, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
 from rescore import data_command, read_data  # noqa: E402
 from rules import (  # noqa: E402
-    FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, read_submissions, script_line,
+    FOLDER_NAME, Findings, check_request, kind_of, load_base, load_track, read_history, read_submission, read_submissions,
+    script_line,
 )
 from verify import AUTHORED, NOTES, SMALL_ARTIFACT, make_claims, render, report  # noqa: E402
 
@@ -54,21 +56,22 @@ def plan_settings(options, folder: Path) -> dict[str, str]:
     command, the data in the vocabulary that a preset names, and the track's DEVICE. Raises ValueError and OSError."""
     settings = {}
     if options.base:
-        submission = load_json(ROOT / "records" / options.base / "submission.json")
-        settings = {name: os.environ.get(name, str(value)) for name, value in submission["settings"].items() if name not in GONE}
+        submission = read_submission(ROOT / "records" / options.base / "submission.json")
+        settings = {name: os.environ.get(name) or str(value) for name, value in submission["settings"].items() if name not in GONE}
     given, tokenizer = {}, ""
     for word in sorted(options.settings, key=lambda word: not word.startswith("@")):  # arguments win over files
-        text = Path(word[1:]).read_text(encoding="utf-8") if word.startswith("@") else word
-        given |= pairs_of(re.findall("(?m)^[^#\n].*", text))
-        tokenizer = "".join(re.findall("(?m)^# tokenizer: (.*)", text)) or tokenizer
+        more, named = read_settings(word[1:]) if word.startswith("@") else (pairs_of([word]), "")
+        given |= more
+        tokenizer = named or tokenizer
     for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE") if "DATA_PATH" in given else ():
         settings.pop(name, None)  # the manifest of the other data has them
     settings |= given
     track = load_track(folder)
-    if tokenizer and options.division in track.get("divisions", {}) and "DATA_PATH" not in {*settings, *os.environ}:
+    has_data = settings.get("DATA_PATH") or os.environ.get("DATA_PATH")
+    if tokenizer and options.division in track.get("divisions", {}) and not has_data:
         settings = pairs_of(data_command(track, options.division, tokenizer)[1].split()) | settings
     allowed = track.get("settings", {})
-    if "DEVICE" in allowed and "DEVICE" not in os.environ:  # the trainer would prefer a GPU
+    if "DEVICE" in allowed and not os.environ.get("DEVICE"):  # the trainer would prefer a GPU
         settings.setdefault("DEVICE", allowed["DEVICE"][0])
     return settings
 
@@ -102,6 +105,17 @@ def run_seed(command: list[str], environment: dict[str, str]) -> int:
         except BaseException:
             process.terminate()
             raise
+
+
+def check_texts(texts: dict[str, str], place: str) -> None:
+    """Raise ValueError for a text that README.md cannot have. `place` and the text's name say where it came from."""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{place}{name} is {text!r}, which must be text in quotes")
+        if NOTES.strip() in map(str.strip, text.splitlines()):
+            raise ValueError(f"{place}{name} has a line {NOTES.strip()!r}, which begins your own notes in README.md: leave it out")
+        if text != text.encode("utf-8", "replace").decode():
+            raise ValueError(f"{place}{name} is not UTF-8, which this terminal should write")
 
 
 def set_aside(folder: Path) -> None:
@@ -240,6 +254,13 @@ def write_leaderboard(records: Path) -> None:
     readme.write_text(f"{before}{BEGIN}\n{leaderboard(records)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
+def read_seeds(text: str) -> list[int]:
+    """Return the numbers of --seeds. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, separated by commas, such as 1337,1338,1339")
+    return [int(seed) for seed in text.split(",")]
+
+
 def main() -> None:
     records = ROOT / "records"
     tracks = sorted(path.parent.name for path in records.glob("track_*/track.json"))
@@ -253,7 +274,7 @@ def main() -> None:
                         help="the record that this one changes (example: track_open/2026-01-31_Name)")
     parser.add_argument("--author", default="", help="your name")
     parser.add_argument("--blurb", default="", help="what is new, in a sentence or two")
-    parser.add_argument("--seeds", default=[1337, 1338, 1339], type=lambda text: [int(seed) for seed in text.split(",")],
+    parser.add_argument("--seeds", default=[1337, 1338, 1339], type=read_seeds, metavar="N,N",
                         help="numbers, separated by commas (default: 1337,1338,1339)")
     parser.add_argument("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes, started by torchrun")
     parser.add_argument("--runs", default="", metavar="RUN_ID,...", help="package these finished runs of this machine")
@@ -268,14 +289,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     try:
         if options.base and not options.division:
-            options.division = load_json(records / options.base / "submission.json")["division"]
+            options.division = read_submission(records / options.base / "submission.json")["division"]
         if options.again:
             folder = options.again.resolve()
             submission = load_json(folder / "submission.json")
-            write_record(folder, {key: submission.get(key, "") for key in AUTHORED})
+            if not isinstance(submission, dict):
+                raise ValueError(f"{folder / 'submission.json'} is damaged: take it from git, or package the runs again")
+            authored = {key: submission.get(key, "") for key in AUTHORED}
+            check_texts(authored, f"{folder / 'submission.json'}: ")
+            write_record(folder, authored)
         else:
             folder = records / options.track / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{options.name}"
             run_ids = options.runs.split(",")
+            check_texts({"author": options.author, "blurb": options.blurb}, "--")
             if not options.runs:
                 settings = plan_settings(options, folder)
                 with chdir(ROOT):  # to which the paths in the settings are relative
@@ -293,4 +319,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
     main()

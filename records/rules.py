@@ -19,8 +19,11 @@ FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 HICCUP_S = 1  # a run may pass its cap by an average step and this much
 MUST_MATCH_BETWEEN_SEEDS = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
                             "data_sha256", "gpu")
-NEEDED_BY_OTHERS = {"track", "division", "machine", "date", "name", "author", "hardware", "val_bpb", "seed_results", "bytes_total",
-                    "against_incumbent", "is_best"}
+NUMBER = (int, float)
+NEEDED_BY_OTHERS = {"track": str, "division": str, "machine": str, "date": str, "name": str, "author": str, "hardware": str,
+                    "val_bpb": NUMBER, "seed_results": dict, "bytes_total": int, "against_incumbent": (dict, type(None)),
+                    "is_best": bool, "settings": dict, "seeds": list, "script_sha256": str}
+MAY_BE_MISSING = {"submitted": str, "val_bpb_original": (*NUMBER, type(None))}
 
 
 class Findings(list):
@@ -201,16 +204,44 @@ def check_division(seed: dict, division: str, findings: Findings) -> None:
 def read_history(records: Path) -> list[dict]:
     """Return the lines of history.jsonl: records whose folders are in git alone, at the `commit` that a line names."""
     path = records / "history.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is not JSON: {error}") from None
+
+
+def read_submission(path: Path) -> dict:
+    """Return a record's submission.json. Raises ValueError if it is damaged in what others need of it, and OSError."""
+    submission = load_json(path)
+    wrong = find_wrong(submission, NEEDED_BY_OTHERS)
+    if not wrong:
+        wrong += find_wrong({"submitted": "", "val_bpb_original": None, **submission}, MAY_BE_MISSING)
+        seeds, test = submission["seed_results"].values(), submission["against_incumbent"]
+        if not seeds or any(find_wrong(seed, {"val_bpb": NUMBER, "val_loss": NUMBER}) for seed in seeds):
+            wrong.append("seed_results")
+        if test and find_wrong(test, {"difference": NUMBER, "p": (*NUMBER, type(None))}):
+            wrong.append("against_incumbent")
+    if wrong:
+        raise ValueError(f"{path} is damaged in {', '.join(wrong)}: records/make.py --again FOLDER writes it again")
+    return submission
+
+
+def find_wrong(values: object, kinds: dict) -> list[str]:
+    """Return the names in `kinds` whose values are missing or of another kind, or not finite."""
+    if not isinstance(values, dict):
+        return [*kinds]
+    found = {name: values.get(name, ...) for name in kinds}
+    infinite = {name for name, value in found.items() if isinstance(value, float) and not math.isfinite(value)}
+    return [name for name, kind in kinds.items() if not isinstance(found[name], kind) or name in infinite]
 
 
 def read_submissions(track: Path) -> list[dict]:
     """Return the submission.json of each record in a track's folder, but not of damaged ones: verify.py refuses these alone."""
     found = []
     for path in track.glob("*/submission.json"):
-        with suppress(ValueError):
-            found.append(load_json(path))
-    return [submission for submission in found if isinstance(submission, dict) and NEEDED_BY_OTHERS <= submission.keys()]
+        with suppress(ValueError, OSError):
+            found.append(read_submission(path))
+    return found
 
 
 def place_of(submission: dict) -> str:
@@ -243,7 +274,7 @@ def load_base(folder: Path, base: str, division: str, findings: Findings) -> dic
     is_other = place.parent == folder.parent and place != folder and (place / "submission.json").is_file()
     if not findings.check(is_other, f"{base!r} is not another record of {folder.parent.name}"):
         return {}
-    submission = load_json(place / "submission.json")
+    submission = read_submission(place / "submission.json")
     findings.check(submission["division"] == division, f"{base} is of the division {submission['division']!r}")
     log = place / f"train_seed{submission['seeds'][0]}.jsonl"
     return {**submission, "config": read_events(log)[0]["config"]}

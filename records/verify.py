@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from common import ROOT, compare_scores, deviation, load_json, require_packages, score, table  # noqa: E402
-from events import MAY_DIFFER_BETWEEN_SEEDS  # noqa: E402
+from events import MAY_DIFFER_BETWEEN_SEEDS, prepare_output  # noqa: E402
 from rescore import rescore  # noqa: E402
 from rules import (  # noqa: E402
     FOLDER_NAME, Findings, best_before, check_rules, load_base, load_track, place_of, read_folder,
@@ -212,6 +212,8 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     track = load_track(folder)
     findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
     submission = {**dict.fromkeys(AUTHORED, ""), **load_json(folder / "submission.json")}
+    no_text = [key for key in AUTHORED if not isinstance(submission[key], str)]
+    findings.check(not no_text, f"submission.json: {', '.join(no_text)} must be text in quotes")
     place = f"{folder.parent.name}/{folder.name}"
     findings.check(place_of(submission) == place, f"submission.json names {place_of(submission)}, not {place}")
     if findings:
@@ -267,4 +269,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output()
     main()

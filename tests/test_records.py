@@ -170,9 +170,13 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
         verify.verify_record(records)
 
 
-def test_damaged_neighbours_are_refused_alone(records, monkeypatch, capsys):
+@pytest.mark.parametrize("damage", [
+    {"machine": ...}, {"date": 5}, {"seed_results": []}, {"seed_results": {"1": {"val_bpb": None, "val_loss": 1}}},
+    {"val_bpb": float("nan")}, {"against_incumbent": {"p": 1}}, {"author": None}, {"submitted": 3}])
+def test_damaged_neighbours_are_refused_alone(records, monkeypatch, capsys, damage):
     half = shutil.copytree(records, records.with_name("2026-01-02_Half")) / "submission.json"
-    half.write_text(json.dumps({name: value for name, value in claims(records).items() if name != "machine"}))
+    content = {**claims(records), "name": "Half", "date": "2026-01-02", **damage}
+    half.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
     records.with_name("2026-01-03_Empty").mkdir()
     monkeypatch.setattr(verify, "ROOT", records.parents[2])
     with pytest.raises(SystemExit, match="^1$"):
@@ -246,7 +250,7 @@ def test_a_wrong_score_is_found(records, name):
 @pytest.mark.parametrize("more, message", [
     (["DATA_PATH=/home/me/tiny"], "DATA_PATH must be relative to the repository"),
     (["OVERFIT=1"], r"OVERFIT=True is not one of \[False\]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS"),
-    (["--ranks", "2"], "--ranks 2 is more than the track's 1"), (["--seeds", "1,2,02"], r"--seeds \[1, 2, 2\] must be different"),
+    (["--seeds", "1,-2"], "--seeds: '1,-2' must be whole numbers"), (["--ranks", "2"], "--ranks 2 is more than the track's 1"), (["--seeds", "1,2,02"], r"--seeds \[1, 2, 2\] must be different"),
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"),
@@ -324,6 +328,14 @@ def test_the_open_track_needs_a_name_of_the_data_and_notes_are_kept(root, monkey
     claim(folder, blurb="Another blurb.")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
     assert re.search(r"Another blurb\.(?s:.*)## Notes\nWritten by hand\.\n\Z", (folder / "README.md").read_text())
+    for blurb, said in (("New.\n\n## Notes\n\nmine", "blurb has a line '## Notes'"), (5, "blurb is 5, which must be text"),
+                        ("caf\udce9", "blurb is not UTF-8")):
+        claim(folder, blurb=blurb)
+        assert said in run_make(monkeypatch, "--again", str(folder))
+        assert said in run_make(monkeypatch, *words, "--division", "own", "--blurb", str(blurb)) or blurb == 5
+    claim(folder, blurb="New.", author="A | B\nC")
+    assert run_make(monkeypatch, "--again", str(folder)) == 0
+    assert r" | A \| B C | [" in (root / "records" / "README.md").read_text()
     edit(folder / "README.md", "## Notes", "## My notes")  # to write it again would lose them
     assert "has no line '## Notes'" in run_make(monkeypatch, "--again", str(folder))
 
@@ -334,8 +346,16 @@ def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monk
     monkeypatch.setenv("NUM_LAYERS", "several")
     assert "NUM_LAYERS='several'" in run_make(monkeypatch, *given)
     assert "NUM_LAYERS='many'" in run_make(monkeypatch, *given, "NUM_LAYERS=many")
-    (tmp_path / "preset.env").write_text("# a preset\nNUM_LAYERS=nine\n")
-    assert "NUM_LAYERS='nine'" in run_make(monkeypatch, *given, f"@{tmp_path}/preset.env")
+    preset = tmp_path / "preset.env"
+    preset.write_text("\ufeffNUM_LAYERS=nine\n# a preset\n", encoding="utf-8")
+    assert "NUM_LAYERS='nine'" in run_make(monkeypatch, *given, f"@{preset}")
+    for content, said in ((b"\xff\xfeN", "preset.env: .* can't decode .*; save the file as UTF-8"),
+                          (b"NUM_LAYERS 3", "preset.env: 'NUM_LAYERS 3' is not VARIABLE=value")):
+        preset.write_bytes(content)
+        assert re.search(said, run_make(monkeypatch, *given, f"@{preset}"))
+    monkeypatch.setenv("NUM_LAYERS", "")  # as if it were not set
+    options = argparse.Namespace(base=given[-1], settings=[], division="")
+    assert make.plan_settings(options, root / "records" / "track_tiny" / "New")["NUM_LAYERS"] == "2"
 
 
 def test_all_committed_records_are_as_they_say(monkeypatch):

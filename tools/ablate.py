@@ -40,7 +40,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, count_cores, gpu_names, is_running, pairs_of, require_packages, table
+from common import ROOT, count_cores, gpu_names, is_running, pairs_of, read_settings, require_packages, table
 from effects import (
     Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
     note_check, read_run, read_runs, spread_of_others,
@@ -93,8 +93,7 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
     Raises ValueError for a mistake."""
     common = {}
     if options.base:
-        lines = Path(options.base).read_text(encoding="utf-8").splitlines()
-        common = pairs_of([line for line in lines if line and not line.startswith("#")])
+        common, _ = read_settings(options.base)
     common |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
     if not all(map(str.split, options.variations)):
         raise ValueError("a variation is empty; it needs a name: 'NAME VARIABLE=value'")

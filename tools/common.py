@@ -43,6 +43,19 @@ def load_json(path: Path):
 # ---- The trainer ---------------------------------------------------------------------------------------
 
 
+def read_settings(path: str | Path) -> tuple[dict[str, str], str]:
+    """Return the settings in a file, one VARIABLE=value a line, as the trainer reads it, and the tokenizer that a comment names, or
+    "". Raises ValueError with the file's name, and OSError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        settings = pairs_of([line for line in lines if line and not line.startswith("#")])
+    except ValueError as error:
+        hint = "; save the file as UTF-8" if isinstance(error, UnicodeError) else ""
+        raise ValueError(f"{path}: {error}{hint}") from None
+    tokenizers = [line.removeprefix("# tokenizer: ") for line in lines if line.startswith("# tokenizer: ")]
+    return settings, tokenizers[-1].strip() if tokenizers else ""
+
+
 def pairs_of(words: list[str]) -> dict[str, str]:
     """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
     for word in words:
@@ -154,9 +167,14 @@ def describe_machine(start: dict) -> str:
 
 
 def table(header: str, rows) -> list[str]:
-    """Return the lines of a Markdown table. `header` is its first line, a row is a list of cells."""
-    rule = "|---" * (header.count("|") - 1) + "|"
-    return [header, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    """Return the lines of a Markdown table. `header` is its first line, a row is a list of cells, which may have any text."""
+    rule = "|---" * (header.count("|") - header.count(r"\|") - 1) + "|"
+    return [header, rule, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
+
+
+def cell(value: object) -> str:
+    """Return a value as a cell of a Markdown table: a | or the end of a line in it would end the cell."""
+    return " ".join(str(value).splitlines()).replace("|", r"\|")
 
 
 def deviation(values: list[float]) -> float:
