@@ -13,7 +13,8 @@ if [[ ${1:-} = --help || ${1:-} = -h ]]; then
   exit
 fi
 
-unset PYTHONPATH PYTHONSAFEPATH  # modules of others with the names of ours
+# Of other programs: modules with the names of ours, another Python's library, another place for pip to install into.
+unset PYTHONPATH PYTHONSAFEPATH PYTHONHOME PYTHONPLATLIBDIR __PYVENV_LAUNCHER__ PIP_USER PIP_TARGET PIP_PREFIX
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # after Ctrl-C, torchrun waits 30 s by itself
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 # What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
@@ -39,6 +40,9 @@ install() {  # a requirements file, once for each content of it
   elif [ -e "$stamp" ]; then
     return
   fi
+  .venv/bin/python -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2> /dev/null ||
+    fail "Python 3.11 or newer is needed, and .venv has $(.venv/bin/python --version 2> /dev/null): delete .venv, and run this" \
+      "again, if python3 is older, too, as PYTHON=python3.12 ./run.sh"
   .venv/bin/python -c 'import pip' 2> /dev/null ||
     fail "this .venv has no pip: run .venv/bin/python -m ensurepip, or delete .venv"
   echo "installing $1 into .venv"
@@ -65,10 +69,22 @@ preset=
 settings=()
 tokenizer=sp1024  # of FineWeb, without a preset
 
+read_preset() {  # as the trainer does: an editor may have added a byte order mark, or carriage returns
+  sed $'1s/^\xef\xbb\xbf//; s/\r$//' "${preset:-/dev/null}"
+}
+
 use_preset() {  # NAME
   preset=records/presets/$1.env
-  [ -e "$preset" ] || fail "there is no $preset. Presets: $(cd records/presets && ls -- *.env | sed 's/\.env$//' | xargs)"
-  tokenizer=$(sed -n 's/^# tokenizer: //p' "$preset" | grep .) || fail "$preset has no line like '# tokenizer: sp1024'"
+  [ -e "$preset" ] ||
+    fail "there is no $preset. Presets: $(grep -l '^# tokenizer: ' records/presets/*.env | sed 's,.*/,,; s/\.env$//' | xargs)"
+  tokenizer=$(read_preset | sed -n 's/^# tokenizer: //p' | grep .) ||
+    fail "$preset has no line like '# tokenizer: sp1024': add one, or if it only adds to a preset, give both to train_gpt.py"
+}
+
+has_fineweb() {  # VARIANT, as a whole: a download may have stopped, or had --train-shards 0
+  local shards=data/datasets/fineweb10B_$1/fineweb
+  [ -e "data/tokenizers/fineweb_${1#sp}_bpe.model" ] &&
+    compgen -G "${shards}_train_*.bin" > /dev/null && compgen -G "${shards}_val_*.bin" > /dev/null
 }
 
 while [ $# -gt 0 ]; do
@@ -89,13 +105,14 @@ data=${DATA_PATH-}
 for word in "$@"; do
   [[ $word != DATA_PATH=* ]] || data=${word#*=}
 done
-data=${data/#\~/$HOME}
+home=~  # the user's, where HOME is not set
+data=${data/#\~/$home}
 [[ -z $data || -e $data || ! -e $called_from/$data ]] ||
   fail "DATA_PATH=$data does not exist in $PWD; you may mean DATA_PATH=$called_from/$data"
 arguments=()
 
 device=$(sed -n 's/.* DEVICE=\([A-Za-z]*\) .*/\1/p' <<< "$given")
-device=$(tr A-Z a-z <<< "${device:-${DEVICE:-$(sed -n 's/^DEVICE=//p' "${preset:-/dev/null}")}}")
+device=$(tr A-Z a-z <<< "${device:-${DEVICE:-$(read_preset | sed -n 's/^DEVICE=//p')}}")
 gpus=0
 [ "$device" = cpu ] || gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus$device${CUDA_VISIBLE_DEVICES+hidden}" = 0 ] && timeout 20 nvidia-smi -L 2> /dev/null | grep -q '^GPU 0'; then
@@ -109,32 +126,33 @@ fi
 if [[ -z $preset && ( $gpus -eq 0 || ( $tokens -lt $MANY_TOKENS && $given${INIT_FROM:+ INIT_FROM=} != *" INIT_FROM="* ) ) ]]; then
   use_preset quick
   gpus=$((gpus > 0))  # one is enough
-  [ ! -e data/datasets/fineweb10B_sp1024 ] || tokenizer=sp1024  # FineWeb is there
+  ! has_fineweb sp1024 || tokenizer=sp1024
 fi
 
 default() {  # NAME=value words, unless the environment or the command line has another value
   local word name
   for word in "$@"; do
     name=${word%%=*}
-    [[ -n ${!name+set} || "$given${arguments[*]-} " == *" $name="* ]] || arguments+=("$word")
+    [[ -n ${!name-} || "$given${arguments[*]-} " == *" $name="* ]] || arguments+=("$word")
   done
 }
 
 fineweb=data/datasets/fineweb10B_$tokenizer
 model=data/tokenizers/fineweb_${tokenizer#sp}_bpe.model
 speeches=data/datasets/sotu_$tokenizer
-if [[ -z ${DATA_PATH+set} && $given != *" DATA_PATH="* ]]; then
-  shards=$(find -L "$fineweb" -name '*_train_*.bin' 2> /dev/null | wc -l || true)
-  if [[ $gpus -gt 0 && ( $shards -lt 10 || ! -e $model ) && $tokenizer =~ ^sp(1024|4096|8192)$ ]]; then
+if [[ -z ${DATA_PATH-} && $given != *" DATA_PATH="* ]]; then
+  shards=$(compgen -G "$fineweb/fineweb_train_*.bin" | wc -l || true)
+  has_fineweb "$tokenizer" || shards=0
+  if [[ $gpus -gt 0 && $shards -lt 10 && $tokenizer =~ ^sp(1024|4096|8192)$ ]]; then
     echo "fetching FineWeb's first ten shards, 2 GB"  # 12 MB of speeches would be read dozens of times
     .venv/bin/python -m pip install -q --disable-pip-version-check huggingface_hub || true
     .venv/bin/python data/download.py --variant "$tokenizer" --train-shards 10
-    shards=10
   fi
-  if [[ $shards -gt 0 && -e $model ]]; then
+  if has_fineweb "$tokenizer"; then
     default "DATA_PATH=$fineweb" "TOKENIZER_PATH=$model"
   else
-    [ -e "$speeches/manifest.json" ] || .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches" | sed '/^next: /d'
+    [ -e "$speeches/manifest.json" ] ||
+      .venv/bin/python data/prepare.py sotu --tokenizer "$tokenizer" --out "$speeches" | sed '/^next: /d'
     default "DATA_PATH=$speeches"
   fi
 fi
@@ -157,7 +175,8 @@ if [[ $PWD == *" "* ]]; then  # PyTorch does not quote its paths for the compile
   echo "The path of this folder has a space, with which PyTorch cannot compile: training is slower."
 fi
 headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
-if [ "$gpus$(uname)" = 0Linux ] && { ! command -v "${CXX:-g++}" > /dev/null || [ -d "$headers" -a ! -e "$headers/Python.h" ]; }; then
+if [ "$gpus$(uname)" = 0Linux ] &&
+  { ! command -v "${CXX:-g++}" > /dev/null || [ -d "$headers" -a ! -e "$headers/Python.h" ]; }; then
   default COMPILE=0
   echo "PyTorch cannot compile without g++ and Python's headers (apt install g++ python3-dev): training is slower."
 fi
@@ -165,7 +184,8 @@ fi
 [ -n "${RESUME-}" ] || [[ $given == *" RESUME="* ]] || default "RUN_ID=$(date +%Y%m%d-%H%M%S)-$$"
 command=(.venv/bin/python train_gpt.py)
 if [ "$gpus" = 0 ]; then  # glibc keeps freed memory for the next step and, from 2.35 on, takes huge pages: up to a fifth faster
-  export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0xffffffffffffffff}
+  tunables=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0xffffffffffffffff
+  export GLIBC_TUNABLES=${GLIBC_TUNABLES:-$tunables}
 fi
 if [ "$gpus" -gt 0 ]; then  # --local-addr: of a host whose own name does not resolve
   command=(.venv/bin/python -m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node="$gpus" train_gpt.py)

@@ -170,7 +170,7 @@ def test_run_sh_on_gpus_fetches_fineweb_or_ends_with_the_download(checkout, stat
     stand_in(checkout, "python", f"""case "$*" in
 *device_count*) echo 2 ;;
 *download.py*) mkdir -p {shards} data/tokenizers
-  touch data/tokenizers/fineweb_1024_bpe.model {shards}/fineweb_train_000000.bin; exit {status} ;;
+  touch data/tokenizers/fineweb_1024_bpe.model {shards}/fineweb_train_000000.bin {shards}/fineweb_val_000000.bin; exit {status} ;;
 *torch.distributed.run*) mkdir -p logs; touch logs/x.txt; echo "torchrun $*" ;;
 esac""")
     for _ in range(2):  # one shard is not all
@@ -199,6 +199,7 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
         assert result.returncode and result.stderr == f"run.sh: {word} is not NAME=value, --preset NAME, --help or test\n"
     result = shell(checkout, "run.sh", "--preset", "x")
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env. Presets: cpu_1mb cpu_1mb_avx2 h100_")
+    assert result.stderr.endswith(" quick\n")  # not what only adds to a preset
     result = shell(checkout, "-c", "PYTHON=./old-python sh run.sh DEVICE=cpu")
     assert result.stderr.startswith("run.sh: Python 3.11 or newer is needed, and ./old-python is Python 3.10.12; name one: ")
     assert not (checkout / ".venv").exists()
@@ -214,8 +215,14 @@ def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
     (checkout / "elsewhere" / "copy").mkdir(parents=True)  # bash -x tells where it goes
     result = shell(checkout, "-c", "cd other; CDPATH=$PWD/../elsewhere bash -x copy/run.sh --preset x")
     assert "there is no records/presets/x.env" in result.stderr and "elsewhere/copy" not in result.stdout
+    clean = "unset HOME; export PYTHONHOME=/opt/other PIP_USER=1;"  # of a service; of other programs
+    result = shell(checkout, "-c", f"{clean} ./run.sh DATA_PATH=nowhere DEVICE=cpu")
+    assert "train_gpt.py: " in result.stderr and "nowhere" in result.stderr and "No module" not in result.stderr
     for stamp in (checkout / ".venv").glob("installed-*"):
         stamp.unlink()
+    old = 'case "$*" in --version) echo Python 3.10.12 ;; *version_info*) exit 1 ;; esac'
+    stand_in(checkout, "python", old)  # as an editor may have made it
+    assert "needed, and .venv has Python 3.10.12: delete .venv, and run this again" in shell(checkout, "run.sh").stderr
     stand_in(checkout, "python", '[[ "$*" != *pip* ]]')  # as uv makes it
     result = shell(checkout, "run.sh")
     assert result.stderr == "run.sh: this .venv has no pip: run .venv/bin/python -m ensurepip, or delete .venv\n"
@@ -241,9 +248,19 @@ esac""")
     result = shell(checkout, "run.sh", "--preset", "cpu_1mb", "DEVICE=auto")
     assert "torch.distributed.run" in result.stdout and f"DATA_PATH={speeches} " in result.stdout
     (checkout / speeches / "manifest.json").unlink()
-    result = shell(checkout, "-c", "GPUS=0 ./run.sh NUM_LAYERS=2")
+    fineweb = checkout / "data/datasets/fineweb10B_sp1024"
+    (checkout / "data/tokenizers").mkdir(parents=True)
+    fineweb.mkdir()
+    for file in ("fineweb_val_000000.bin", "../../tokenizers/fineweb_1024_bpe.model"):  # and no training shard
+        (fineweb / file).touch()
+    result = shell(checkout, "-c", "GPUS=0 DATA_PATH= RUN_ID= ./run.sh NUM_LAYERS=2")  # empty: not set
     assert prepares in result.stdout, result.stderr
     assert f" DATA_PATH={speeches} @records/presets/quick.env RUN_ID=" in result.stdout
+    (fineweb / "fineweb_train_000000.bin").touch()
+    assert " DATA_PATH=data/datasets/fineweb10B_sp1024 TOKENIZER_PATH=" in shell(checkout, "-c", "GPUS=0 ./run.sh").stdout
+    mine = checkout / "records" / "presets" / "mine.env"
+    mine.write_bytes(b"\xef\xbb\xbf# tokenizer: caseops2048\r\nDEVICE=cpu\r\n")
+    assert f" DATA_PATH={speeches} @records/presets/mine.env RUN_ID=" in shell(checkout, "run.sh", "--preset", "mine").stdout
     quick = [f"@{REPOSITORY}/records/presets/quick.env", "DATA_PATH=mine"]
     assert train_gpt.load_config(quick, {})[0].vocab_size == train_gpt.Config.vocab_size
 
