@@ -32,7 +32,7 @@ from common import (  # noqa: E402
 )
 
 import train_gpt  # after common, which finds it  # noqa: E402
-from events import RULE, prepare_output, read_events  # noqa: E402
+from events import RULE, check_logs, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
 from rescore import data_command, read_data  # noqa: E402
 from rules import (  # noqa: E402
@@ -305,6 +305,7 @@ def main() -> None:
             if not options.runs:
                 settings = plan_settings(options, folder)
                 with chdir(ROOT):  # to which the paths in the settings are relative
+                    check_logs()
                     check_plan(options, folder, settings, options.seeds)
                 run_ids = run_seeds(options, folder, settings, options.seeds)
             package(options, folder, run_ids)

@@ -80,7 +80,8 @@ def score_artifact(folder: Path, seed: dict, tokens: np.ndarray) -> dict:
         words = [f"{key}={value}" for key, value in settings.items()]
         command = [sys.executable, "probe.py", "train_gpt.py", "score", *words]
         environment = {"OMP_NUM_THREADS": str(seed["threads"]), **os.environ}
-        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, errors="replace",
+                                check=False)
     if result.returncode:
         raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
     return json.loads(result.stdout.splitlines()[-1])  # the script may have printed, too

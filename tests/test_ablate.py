@@ -362,7 +362,16 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
         assert ablate.main() == 2, words
         errors = capsys.readouterr().err
         assert errors.startswith("ablate.py: ") and message in errors
-    monkeypatch.setattr(sys, "argv", ["ablate.py", "tried", "--from", "none"])
-    with pytest.raises(SystemExit, match="^2$"):
-        ablate.main()
-    assert "--from none is no folder" in capsys.readouterr().err
+    base = tmp_path / "base.env"
+    base.write_text("\ufeffNUM_LAYERS=2\nNUM_HEADS=two\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "x", "y", "--base", str(base), "--settings", f"DATA_PATH={data}"])
+    assert ablate.main() == 2 and f"example: NUM_HEADS=8 (from --base {base})" in capsys.readouterr().err
+    for words, message in ((["tried", "--from", "none"], "--from none is no folder"),
+                           (["x", "y", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"),
+                           (["x", "y", "--diff", "nan"], "--diff: 'nan' must be"),
+                           (["x", "y", "--seconds", "-60"], "--seconds: '-60' must be a number of 0 or more"),
+                           (["x", "y", "--horizons", "600,-1"], "--horizons: '600,-1' must be numbers of steps")):
+        monkeypatch.setattr(sys, "argv", ["ablate.py", *words])
+        with pytest.raises(SystemExit, match="^2$"):
+            ablate.main()
+        assert message in capsys.readouterr().err

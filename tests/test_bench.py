@@ -56,7 +56,7 @@ def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
 
 
 @pytest.mark.parametrize("words, message", [
-    (["NUM_LAYER=4"], "bench.py: NUM_LAYER=.*did you mean NUM_LAYERS"), (["--with", "ATTN"], "bench.py: 'ATTN' is not VARIABLE=value")])
+    (["--rounds", "0"], "^2$"), (["--steps", "-1"], "^2$"), (["--ranks", "0"], "^2$"), (["NUM_LAYER=4"], "bench.py: NUM_LAYER=.*did you mean NUM_LAYERS"), (["--with", "ATTN"], "bench.py: 'ATTN' is not VARIABLE=value")])
 def test_mistakes_are_named(words, message, monkeypatch):
     with pytest.raises(SystemExit, match=message):
         run_script(monkeypatch, bench, "cpu-small", *words)

@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -250,6 +253,22 @@ def test_a_long_run_is_read_in_little_memory_and_drawn_in_little_time(tmp_path):
     assert time.process_time() - started < 2  # not the square
     for end in (1, 2, 24_999, 25_001, 400_000, 500_000):
         assert means[end - 1] == pytest.approx(values[max(0, end - 25_000):end].mean(), rel=1e-12)
+
+
+def test_each_script_has_help_and_any_name_on_any_terminal(monkeypatch, capsys, tmp_path):
+    before = signal.getsignal(signal.SIGPIPE)
+    for script in sorted(REPOSITORY.glob("tools/*.py")):
+        monkeypatch.setattr(sys, "argv", [script.name, "--help"])
+        with pytest.raises(SystemExit, match="^0$"):
+            runpy.run_path(str(script), run_name="__main__")
+        assert capsys.readouterr().out.startswith(f"usage: {script.name}"), script
+    signal.signal(signal.SIGPIPE, before)
+    log = write_log(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), data=os.fsdecode(b"caf\xe9"), final=False)
+    assert list(plot.groups_of([plot.read_run(str(log))])) == [r"caf\udce9"]
+    for encoding in ("ascii:strict", "utf-8:strict"):
+        result = subprocess.run([sys.executable, REPOSITORY / "tools" / "events.py", log], capture_output=True, check=False,
+                                env={**os.environ, "PYTHONIOENCODING": encoding})
+        assert rb"caf\udce9.jsonl: the run has not ended" in result.stdout and result.returncode == 0, result
 
 
 def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):

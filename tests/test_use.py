@@ -210,6 +210,7 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
 
 @pytest.mark.parametrize("script, arguments, message", [
     (sample, ["final_model.int8.ptz", "--tokenizer", "other.model"], "other.model is not the one"),
+    *((sample, words, "^2$") for words in (["--top-p", "95"], ["--samples", "-1"], ["--temperature", "nan"], ["--prompt", "\udce9"])),
     (sample, ["final_model.pt", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
     (export_hf, ["final_model.pt", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
 def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, arguments, message):

@@ -45,6 +45,7 @@ from effects import (
     Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
     note_check, read_run, read_runs, spread_of_others,
 )
+from events import check_logs, limited, prepare_output
 from plot import own_style, plain_label
 
 LOGS = ROOT / "logs"
@@ -60,6 +61,7 @@ class Arm:
     name: str
     script: Path
     settings: dict
+    origins: dict = field(default_factory=dict)  # of settings, as "--base FILE"
     plan: dict = field(default_factory=dict)  # what probe.py says
     content: dict = field(default_factory=dict)  # of its runs
     verdict: str = ""
@@ -94,6 +96,9 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
     common = {}
     if options.base:
         common, _ = read_settings(options.base)
+    origins = {name: f" (from --base {options.base})" for name in common}
+    for name in pairs_of(options.settings):
+        origins[name] = " (from --settings)"
     common |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
     if not all(map(str.split, options.variations)):
         raise ValueError("a variation is empty; it needs a name: 'NAME VARIABLE=value'")
@@ -117,9 +122,18 @@ def read_arms(options, folder: Path) -> list[list[Arm]]:
         shutil.copy(script, copy)
         for variable in sorted(FOR_ALL & own.keys()):
             raise ValueError(f"{name} sets {variable}, which must be equal in all: --settings {variable}={own[variable]}")
-        variations.append((name, copy, {**common, **own}))
-    lengths = [{"ITERATIONS": steps} for steps in options.horizons.replace(" ", "").split(",")] if options.horizons else [{}]
-    return [[Arm(name, script, {**settings, **length}) for name, script, settings in variations] for length in lengths]
+        variations.append((name, copy, {**common, **own}, {key: text for key, text in origins.items() if key not in own}))
+    lengths = [{"ITERATIONS": steps} for steps in options.horizons] or [{}]
+    return [[Arm(name, script, {**settings, **length}, places) for name, script, settings, places in variations]
+            for length in lengths]
+
+
+def read_horizons(text: str) -> list[str]:
+    """Return the numbers of --horizons. Raises argparse.ArgumentTypeError."""
+    steps = text.replace(" ", "").split(",")
+    if not all(map(str.isdecimal, steps)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers of steps, separated by commas, such as 600,1800")
+    return steps
 
 
 def last_line(result: subprocess.CompletedProcess) -> str:
@@ -137,7 +151,7 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
         lists = [[f"RUN_ID={arm.name}", *(f"{name}={value}" for name, value in arm.settings.items())] for arm in members]
         command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(members[0].script), "plan"]
         result = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(lists), capture_output=True, text=True,
-                                check=False)
+                                errors="replace", check=False)
         if result.returncode:
             lines = re.findall(r'train_gpt.py", line (\d+)', result.stderr)
             where = f" line {lines[-1]}:" if lines else ""
@@ -146,7 +160,8 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
             continue
         for arm, plan in zip(members, json.loads(result.stdout.splitlines()[-1])):
             if "error" in plan:
-                raise ValueError(f"{arm.name}: {plan['error']}")
+                origin = arm.origins.get(plan["error"].partition("=")[0], "")
+                raise ValueError(f"{arm.name}: {plan['error']}{origin}")
             arm.plan, arm.content = plan, content_of(plan, arm.script.read_text(encoding="utf-8"))
             arm.verdict, arm.reason = plan["verdict"], plan["reason"]
             if draws:  # the curves need some points, which do not change a run
@@ -186,8 +201,8 @@ class Runner:
         for job in range(jobs):
             self.places.put({"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if gpus else {})
         self.environment = dict(os.environ)
-        if jobs > 1:
-            self.environment.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // jobs)))
+        if jobs > 1 and not self.environment.get("OMP_NUM_THREADS"):
+            self.environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // jobs))
         self.pool, self.processes, self.runs, self.say, self.is_stopping = ThreadPoolExecutor(jobs), [], [], say, False
 
     def start(self, command: list[str], lock) -> str:
@@ -196,7 +211,7 @@ class Runner:
         place = self.places.get()
         try:
             process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place}, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.PIPE, text=True, pass_fds=inherited)
+                                       stderr=subprocess.PIPE, text=True, errors="replace", pass_fds=inherited)
             self.processes.append(process)
             if self.is_stopping:
                 process.terminate()
@@ -301,7 +316,7 @@ def find_wrong_score(arm: Arm, run: Run) -> str:
     command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(arm.script), "score", *words]
     with tempfile.TemporaryDirectory() as place:
         np.save(Path(place, "tokens.npy"), validation.tokens)
-        result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=place, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode:
         raise ValueError(f"its artifact cannot be scored again: {last_line(result)}")
     found = json.loads(result.stdout.splitlines()[-1])
@@ -528,11 +543,12 @@ def main() -> int:
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
                         help="of all; SEED is the first seed")
-    parser.add_argument("--diff", type=float, default=0.002, metavar="N", help="the gain that matters (default: %(default)s)")
+    parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
+                        help="the gain that matters (default: %(default)s)")
     parser.add_argument("--most-seeds", type=int, choices=range(1, MOST_SEEDS + 1), default=8, metavar="N",
                         help="default: %(default)s")
-    parser.add_argument("--horizons", default="", metavar="N,N", help="compare at each of these ITERATIONS")
-    parser.add_argument("--seconds", type=float, default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
+    parser.add_argument("--horizons", type=read_horizons, default=[], metavar="N,N", help="compare at each of these ITERATIONS")
+    parser.add_argument("--seconds", type=limited(0), default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
                         help="runs at the same time, each on a GPU of its own or a share of the cores")
     parser.add_argument("--from", dest="folders", nargs="*", action="extend", type=Path, default=[], metavar="FOLDER",
@@ -554,6 +570,7 @@ def main() -> int:
         try:
             lengths = read_arms(options, Path(folder))
             os.chdir(ROOT)  # to which the paths in the settings are relative
+            check_logs()
             every_arm = [arm for arms in lengths for arm in arms]
             make_plans(every_arm, runner.environment, draws=bool(options.plot))
             if options.plot and not options.plot.exists():
@@ -579,6 +596,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=sys.argv[1:2] == ["tried"])
     try:
         sys.exit(main())
     except KeyboardInterrupt:

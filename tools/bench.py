@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import ROOT, gpu_names, hardware, launcher, measure_rate, pairs_of, table
+from common import ROOT, gpu_names, hardware, launcher, markdown_cell, measure_rate, pairs_of, table
 import train_gpt
-from events import read_events
+from events import limited, prepare_output, read_events
 from train_gpt import torch
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
@@ -144,7 +144,7 @@ def profile_worker(skip: int, output: str) -> None:
 
 def git(*arguments: str) -> str:
     """Return the output of a git command in this repository; exit if it fails."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         sys.exit(f"bench.py: git {' '.join(arguments)} failed: {done.stderr.strip()}")
     return done.stdout
@@ -181,7 +181,7 @@ def median_table(name: str, sides: list[tuple[str, list[dict]]]) -> str:
         if any(cells):
             lines.append([title, *cells])
     columns = [name, *(side for side, _ in sides), *["ratio of each round"] * (len(sides) == 2)]
-    return "\n".join(table(f"| {' | '.join(columns)} |", lines)) + "\n"
+    return "\n".join(table(f"| {' | '.join(map(markdown_cell, columns))} |", lines)) + "\n"
 
 
 def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
@@ -235,13 +235,11 @@ def main() -> None:
     parser.add_argument("--against", metavar="REV", help="a commit to measure in turn with this checkout")
     parser.add_argument("--with", dest="with_words", default="", metavar="'NAME=value ...'",
                         help="settings or environment to measure in turn with none")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each side (default: 3)")
-    parser.add_argument("--steps", type=int, default=0, help="steps to time (default: by configuration)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, started by torchrun (default: 1)")
+    parser.add_argument("--rounds", type=limited(1, kind=int), default=3, help="measurements of each side (default: 3)")
+    parser.add_argument("--steps", type=limited(0, kind=int), default=0, help="steps to time (default: by configuration)")
+    parser.add_argument("--ranks", type=limited(1, kind=int), default=1, help="processes, started by torchrun (default: 1)")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} must be 1 or more")
     options.settings = [word for word in options.what if "=" in word]
     names = [word for word in options.what if "=" not in word]
     if unknown := set(names) - CONFIGURATIONS.keys():
@@ -262,4 +260,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
     main()

@@ -1,5 +1,6 @@
 """What tools and records share: folders, starting the trainer, the machine, tables and statistics."""
 
+import argparse
 import json
 import os
 import platform
@@ -116,7 +117,7 @@ def gpu_names() -> list[str]:
     if not command:
         return []
     arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     lines = result.stdout.splitlines() if result.returncode == 0 else []  # else they say what is wrong
     return [line.strip() for line in lines if line.strip()]
 
@@ -169,10 +170,10 @@ def describe_machine(start: dict) -> str:
 def table(header: str, rows) -> list[str]:
     """Return the lines of a Markdown table. `header` is its first line, a row is a list of cells, which may have any text."""
     rule = "|---" * (header.count("|") - header.count(r"\|") - 1) + "|"
-    return [header, rule, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
+    return [header, rule, *(f"| {' | '.join(map(markdown_cell, row))} |" for row in rows)]
 
 
-def cell(value: object) -> str:
+def markdown_cell(value: object) -> str:
     """Return a value as a cell of a Markdown table: a | or the end of a line in it would end the cell."""
     return " ".join(str(value).splitlines()).replace("|", r"\|")
 
@@ -204,3 +205,7 @@ def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | 
     test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
     return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
             "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
+
+
+if __name__ == "__main__":  # for those who look what it is
+    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

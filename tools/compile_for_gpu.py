@@ -258,7 +258,7 @@ def main() -> None:
         sys.exit(f"compile_for_gpu.py: {reason}")
     extra = [word for word in options.words if "=" in word]
     names = [word for word in options.words if "=" not in word] or list(CASES)
-    if unknown := set(names) - CASES.keys():
+    if unknown := sorted(set(names) - CASES.keys()):
         sys.exit(f"compile_for_gpu.py: {', '.join(unknown)} is not a case; the cases are {', '.join(CASES)}")
     pretend_to_have_an_h100()
     define_attention()
@@ -266,7 +266,10 @@ def main() -> None:
     for name in names:
         torch.compiler.reset()
         rows, settings = CASES[name]
-        config, _ = train_gpt.load_config([*settings.split(), *extra, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
+        try:
+            config, _ = train_gpt.load_config([*settings.split(), *extra, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
+        except (ValueError, OSError) as error:
+            sys.exit(f"compile_for_gpu.py: {name}: {error}")
         counts = counts_of[name] = count(plan(config, rows))
         if not options.json:
             print(name, *(f"{key}: {value}" for key, value in counts.items()), sep="\n    ", flush=True)

@@ -4,6 +4,7 @@ The effect of a change is the mean over seeds of bits per byte with it minus wit
 gives an interval that holds as pairs are added.
 """
 
+import argparse
 import ast
 import itertools
 import json
@@ -244,3 +245,7 @@ def pairs_needed(effect: Effect, most: int, least: float) -> int:
         if (bound + power) * effect.spread <= least * math.sqrt(pairs):
             return pairs
     return 1000
+
+
+if __name__ == "__main__":  # for those who look what it is
+    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

@@ -38,7 +38,7 @@ def prepare_output(ends_with_reader: bool = True) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def number(low: float, high: float = math.inf, kind: type = float):
+def limited(low: float, high: float = math.inf, kind: type = float):
     """Return a type for argparse: a number from `low` to `high`, without infinity."""
     def parse(text: str):
         try:

@@ -15,10 +15,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 from common import ROOT, count_cores, hardware, is_running, launcher, pairs_of, table
-from events import read_events
+from events import check_logs, prepare_output, read_events
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
@@ -49,8 +50,9 @@ def climb(shape: str, extra: list[str]) -> str:
     """Run all rungs, one after another, each with the settings of those before it that did not fail. Return the report.
     Raises ValueError if the first one fails, or if no step would be timed."""
     below = pairs_of(f"{COMMON} {SHAPES[shape]}".split())
-    if int({**below, **pairs_of(extra)}["ITERATIONS"]) < UNTIMED + 3:
-        raise ValueError(f"ITERATIONS must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
+    steps = {**below, **pairs_of(extra)}["ITERATIONS"]
+    if not steps.isdecimal() or int(steps) < UNTIMED + 3:
+        raise ValueError(f"ITERATIONS={steps} must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
     skipped, logs = {}, {}
     for number, (name, changes) in enumerate(RUNGS, 1):
         settings = {**below, **pairs_of(changes.split())}
@@ -69,7 +71,8 @@ def climb(shape: str, extra: list[str]) -> str:
         if is_running(ROOT / "logs" / f"{run_id}.txt"):
             raise ValueError(f"{run_id} is being trained by another ladder: wait for it, or stop it")
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # a model of an earlier climb would stop the run
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace",
+                                check=False)
         if result.returncode:
             if number == 1:
                 raise ValueError(f"rung 1, {name}, failed: {(result.stderr or result.stdout)[-1500:]}")
@@ -128,10 +131,13 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py for every rung")
     options = parser.parse_args()
     try:
+        with chdir(ROOT):
+            check_logs()
         print("", climb(options.shape, options.settings), sep="\n", end="")
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
     main()

@@ -8,6 +8,7 @@
 model sees later tokens or other rows.
 """
 
+import argparse
 import json
 import math
 import os
@@ -126,12 +127,16 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
 
 
 def main() -> None:
-    path, command, *settings = sys.argv[1:]
-    train_gpt = load_script(path)
-    if command == "score":
-        print(json.dumps(score(train_gpt, settings)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("command", choices=("score", "plan"))
+    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value")
+    options = parser.parse_args()
+    train_gpt = load_script(options.script)
+    if options.command == "score":
+        print(json.dumps(score(train_gpt, options.settings)))
         return
-    with open(path, encoding="utf-8") as file:
+    with open(options.script, encoding="utf-8") as file:
         source = file.read()
     print(json.dumps([plan(train_gpt, words, source) for words in json.load(sys.stdin)]))
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of these names
 
 import train_gpt  # noqa: E402
-from events import check_logs, find_run, number, prepare_output, read_events, read_outline  # noqa: E402
+from events import check_logs, find_run, limited, prepare_output, read_events, read_outline  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 SHORTEST = 80  # visible characters of a sample without a prompt
@@ -167,12 +167,12 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
-    parser.add_argument("--samples", type=number(1, kind=int), default=1)
-    parser.add_argument("--length", type=number(1, kind=int), default=200, help="maximum tokens per sample (default 200)")
-    parser.add_argument("--temperature", type=number(0), default=0.8, help="0: always the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=number(0, kind=int), default=0, help="keep the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=number(0, 1), default=0.95, help="keep the likeliest with a total of P (default 0.95)")
-    parser.add_argument("--seed", type=number(0, 2**63 - 1, int), default=1337)
+    parser.add_argument("--samples", type=limited(1, kind=int), default=1)
+    parser.add_argument("--length", type=limited(1, kind=int), default=200, help="maximum tokens per sample (default 200)")
+    parser.add_argument("--temperature", type=limited(0), default=0.8, help="0: always the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=limited(0, kind=int), default=0, help="keep the K likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=limited(0, 1), default=0.95, help="keep the likeliest with a total of P (default 0.95)")
+    parser.add_argument("--seed", type=limited(0, 2**63 - 1, int), default=1337)
     parser.add_argument("--tokenizer", help="file or name (default: as the artifact says)")
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal")
     options = parser.parse_intermixed_args()

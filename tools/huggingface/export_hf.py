@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from events import prepare_output  # noqa: E402
 from sample import ROOT, find_model, find_tokenizer, load, train_gpt  # noqa: E402
 from tokenization import Tokenizer  # noqa: E402
 
@@ -98,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
     main()
