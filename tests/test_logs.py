@@ -1,5 +1,6 @@
 """tools/plot.py, events.py, track.py and common.py: what they read from logs, how runs are compared, what a tracker is sent."""
 
+import io
 import json
 import os
 import re
@@ -257,6 +258,7 @@ def test_a_long_run_is_read_in_little_memory_and_drawn_in_little_time(tmp_path):
 
 def test_each_script_has_help_and_any_name_on_any_terminal(monkeypatch, capsys, tmp_path):
     before = signal.getsignal(signal.SIGPIPE)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for script in sorted(REPOSITORY.glob("tools/*.py")):
         monkeypatch.setattr(sys, "argv", [script.name, "--help"])
         with pytest.raises(SystemExit, match="^0$"):
