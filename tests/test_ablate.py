@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import ablate
@@ -131,15 +132,44 @@ def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
     runs = effects.read_runs([tmp_path / "logs", tmp_path / "other"])
     comparisons = effects.compare_all(runs)
     assert len(comparisons) == 6  # three on each machine
-    spread, freedom, machines = effects.spread_of_others(comparisons, comparisons[0])
+    spread, freedom, machines = effects.Ledger(comparisons).spread_of_others(comparisons[0])
     assert 0.0007 < spread < 0.003 and freedom == 5 * 3 // 2  # of a difference of two: 0.0014
     assert machines == {"CPU, float32": 8, "NVIDIA H100": 12}  # all but the one that is asked about
     back = [(second, first) for first, second in comparisons[0]]
     other = [(first, second._replace(content={**second.content, "MLP_SLOPE": 1})) for first, second in comparisons[0]]
     equal = [(first, first) for first, _ in comparisons[0]]
     for pairs in (back, other):  # the other way round; of another script, but bit for bit the same
-        assert effects.spread_of_others(comparisons[:1], pairs)[1:] == (0, {})
-    assert effects.spread_of_others([equal], comparisons[1])[1:] == (0, {})
+        assert effects.Ledger(comparisons[:1]).spread_of_others(pairs)[1:] == (0, {})
+    assert effects.Ledger([equal]).spread_of_others(comparisons[1])[1:] == (0, {})
+
+
+def test_the_work_grows_with_the_logs_and_not_with_their_square(tmp_path, monkeypatch):
+    work = Counter()
+
+    class Content(dict):
+        def __getitem__(self, name):
+            work["lookups"] += 1
+            return super().__getitem__(name)
+
+        def get(self, name):
+            work["lookups"] += 1
+            return super().get(name)
+
+    write_log(tmp_path, "first", 1, 1.5)
+    first = effects.read_run(tmp_path / "first.jsonl")
+    random = np.random.default_rng(0)
+    runs = [first._replace(seed=seed, bpb=random.normal(), content=Content({**first.content, "MLP_SLOPE": slope}))
+            for slope in range(200) for seed in (1, 2)]
+    comparisons = effects.compare_all(runs)
+    assert [pairs[0][0].content["MLP_SLOPE"] for pairs in comparisons] == [0] * 199
+    assert work["lookups"] < 200 * 40
+    variance = effects.statistics.variance
+    monkeypatch.setattr(effects.statistics, "variance", lambda values: (work.update(["variances"]), variance(values))[1])
+    ledger = effects.Ledger(comparisons)
+    assert {ledger.spread_of_others(pairs)[2]["CPU, float32"] for pairs in comparisons} == {2 * 198}
+    assert work["variances"] == 199
+    monkeypatch.setattr(effects, "read_events", None)  # a log that did not change is not read again
+    assert effects.read_run(tmp_path / "first.jsonl") == first
 
 
 def test_lengths_are_compared(tmp_path):

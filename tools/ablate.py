@@ -42,8 +42,8 @@ from pathlib import Path
 import numpy as np
 from common import ROOT, count_cores, gpu_names, is_running, pairs_of, read_settings, require_packages, table
 from effects import (
-    Effect, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed, pairs_of_seeds,
-    note_check, read_run, read_runs, spread_of_others,
+    Effect, Ledger, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed,
+    pairs_of_seeds, note_check, read_run, read_runs,
 )
 from events import check_logs, limited, prepare_output
 from plot import own_style, plain_label
@@ -72,11 +72,12 @@ class Arm:
 
     def has(self, run: Run) -> bool:
         """Whether a run is of this arm. Files without a digest in its log must be older than the run."""
+        if differing(run.content, self.content):
+            return False
         config, digests = self.plan["config"], self.plan["data_sha256"].values()
         files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
         files += [] if digests and all(digests) else Path(config["DATA_PATH"]).glob("*.bin")
-        newest = max((Path(file).stat().st_mtime for file in files), default=0)
-        return run.began > newest and not differing(run.content, self.content)
+        return run.began > max((Path(file).stat().st_mtime for file in files), default=0)
 
     def add(self, runs: list[Run]) -> None:
         """Take the runs that are of this arm."""
@@ -328,9 +329,9 @@ def find_wrong_score(arm: Arm, run: Run) -> str:
     return ""
 
 
-def effect_of(pairs: list[tuple[Run, Run]], comparisons: list, most: int) -> tuple[Effect, Counter]:
+def effect_of(pairs: list[tuple[Run, Run]], ledger: Ledger, most: int) -> tuple[Effect, Counter]:
     """Return the effect, and the number of the other pairs behind its spread, by kind of machine."""
-    spread, freedom, machines = spread_of_others(comparisons, pairs)
+    spread, freedom, machines = ledger.spread_of_others(pairs)
     return limits_of(differences_of(pairs), most, spread, freedom), machines
 
 
@@ -360,13 +361,13 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
             if not (arm.verdict or is_checked):
                 check_score(arm)
         runner.runs = read_runs(options.logs)  # with what the checks found
-        comparisons = compare_all(runner.runs)
+        ledger = Ledger(compare_all(runner.runs))
         for arm in undecided:
             pairs = pairs_of_seeds(first.runs, arm.runs)
             if not arm.verdict and not pairs:  # an equal arm failed, or its data is newer than its runs
                 arm.verdict, arm.reason = "failed", "it has no run that can be used"
             elif not arm.verdict:
-                arm.effect, arm.machines = effect_of(pairs, comparisons, options.most_seeds)
+                arm.effect, arm.machines = effect_of(pairs, ledger, options.most_seeds)
                 verdict = judge(arm.effect, options.diff)
                 arm.verdict = verdict if verdict != "undecided" or count == options.most_seeds else ""
         if first.verdict:
@@ -515,13 +516,14 @@ def report(rows: list[tuple[dict, Arm, Arm]], lengths: list[list[Arm]], options)
 def list_tried(word: str, folders: list[Path], most: int) -> list[str]:
     """Return a table of the comparisons that the logs hold, the newest last, of those with `word` in their line."""
     rows, comparisons = [], compare_all(read_runs(folders))
+    ledger = Ledger(comparisons)
     for pairs in comparisons:
         first, second = pairs[0]
         names = differing(first.content, second.content)
         changes = [f"{name} {first.content[name]} -> {second.content[name]}" for name in names]
         added = second.content.keys() - first.content.keys()  # the settings of an edited script
         changes += [f"{name}={second.content[name]}" for name in sorted(added) if second.content[name]]
-        effect, _ = effect_of(pairs, comparisons, most)
+        effect, _ = effect_of(pairs, ledger, most)
         interval = f"{effect.low:+.4f} to {effect.high:+.4f}" if len(pairs) > 1 else ""
         seconds = second.content["MAX_WALLCLOCK_SECONDS"]
         length = f"{seconds:g} s" if seconds else f"{second.content['ITERATIONS']} steps"

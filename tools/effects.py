@@ -81,17 +81,29 @@ def content_of(start: dict, source: str) -> dict:
 def read_run(log: Path) -> Run | None:
     """Return the run of a .jsonl log; None if it has not ended, was resumed, or has no script beside it."""
     try:
+        files = [path.stat() for path in (log, log.with_suffix(".txt"))]
+    except OSError:
+        return None
+    return read_run_as_of(log, tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files))
+
+
+@cache
+def read_run_as_of(log: Path, _: tuple) -> Run | None:
+    """Return what `read_run` returns, while inode, size and time of its two files, the second argument, stay what they are."""
+    try:
         events = read_events(log)
         latest = {event["event"]: event for event in events}
         if "final" not in latest or "resume" in latest or None in (latest["final"]["val_bpb"], latest["val"]["val_bpb"]):
             return None
         source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
         start, export = events[0], latest["export"]
+        content = content_of(start, source)
+        key_of(content)  # whose values are numbers and text
         train = [event for event in events if event["event"] == "train" and event["step"] >= 10]  # the first ones are slow
         paces = [(later["train_time_ms"] - event["train_time_ms"]) / (later["step"] - event["step"])
                  for event, later in itertools.pairwise(train)]
         curve = {event["step"]: event["val_bpb"] for event in events if event["event"] == "val"}
-        return Run(log, content_of(start, source), start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
+        return Run(log, content, start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
                    statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
                    log.stat().st_mtime - latest["final"]["elapsed_s"], curve, latest.get("checked", {}).get("reason"))
@@ -113,11 +125,16 @@ def read_runs(folders) -> list[Run]:
     return sorted(filter(None, map(read_run, logs)), key=lambda run: run.began)
 
 
+def key_of(content: dict) -> frozenset:
+    """Return a content as a key of a dict. Raises TypeError for a value that is none."""
+    return frozenset(content.items())
+
+
 def group_runs(runs: list[Run]) -> list[list[Run]]:
     """Return the runs by content, one of each seed."""
-    groups: dict[str, dict[int, Run]] = {}
+    groups: dict[frozenset, dict[int, Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(run.content, sort_keys=True), {}).setdefault(run.seed, run)
+        groups.setdefault(key_of(run.content), {}).setdefault(run.seed, run)
     return [[*members.values()] for members in groups.values()]
 
 
@@ -135,18 +152,43 @@ def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]
 def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
     """Return the pairs of each comparison that the runs hold: of each group with the earlier one that is most like it. Wrong
     scores are left out."""
-    groups, comparisons = group_runs([run for run in runs if not run.checked]), []
-    for number, later in enumerate(groups):
-        candidates = []
-        for earlier in groups[:number]:
-            if all(earlier[0].content[name] == later[0].content[name] for name in SAME):
-                pairs = pairs_of_seeds(earlier, later)
-                count = len(differing(earlier[0].content, later[0].content))
-                if pairs and count <= MOST_DIFFERENCES:
-                    candidates.append((count, -len(pairs), len(candidates), pairs))
-        if candidates:
-            comparisons.append(min(candidates)[-1])
-    return comparisons
+    alike: dict[tuple, list[int]] = {}
+    groups = group_runs([run for run in runs if not run.checked])
+    for number, group in enumerate(groups):
+        alike.setdefault(tuple(group[0].content[name] for name in SAME), []).append(number)
+    found = {}
+    for numbers in alike.values():
+        members = [groups[number] for number in numbers]
+        for later, earlier in enumerate(find_partners(members)):
+            if earlier is not None:
+                found[numbers[later]] = pairs_of_seeds(members[earlier], members[later])
+    return [found[number] for number in sorted(found)]
+
+
+def find_partners(groups: list[list[Run]]) -> list[int | None]:
+    """Return for each group the place of the earlier one with which it is compared: of those that share a seed with it, the one
+    that differs in the fewest settings, and among these in the most seeds; None if none is like it. All are alike in SAME."""
+    contents = [group[0].content for group in groups]
+    names = sorted({name for content in contents for name in content})
+    values = np.stack([numbered([content.get(name) for content in contents]) for name in names], axis=1)  # (groups, names)
+    values = values[:, (values != values[0]).any(0)]  # most settings are equal in all
+    seeds = sorted({run.seed for group in groups for run in group})
+    has_seed = np.array([np.isin(seeds, [run.seed for run in group]) for group in groups], dtype=np.float32)  # (groups, seeds)
+    partners: list[int | None] = []
+    for later, (row, own) in enumerate(zip(values, has_seed)):
+        earlier = values[:later]
+        counts = ((earlier != row) & (earlier >= 0) & (row >= 0)).sum(1)
+        shared = has_seed[:later] @ own
+        places = np.flatnonzero((shared > 0) & (counts <= MOST_DIFFERENCES))
+        order = np.lexsort((-shared[places], counts[places]))  # the first of equals stays the first
+        partners.append(int(places[order[0]]) if len(places) else None)
+    return partners
+
+
+def numbered(values: list) -> np.ndarray:
+    """Return a number for each value, equal for equal ones, and -1 for None."""
+    numbers: dict = {None: -1}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 
 
 # ---- Statistics ----------------------------------------------------------------------------------------
@@ -163,25 +205,46 @@ def differences_of(pairs: list[tuple[Run, Run]]) -> list[float]:
     return [second.bpb - first.bpb for first, second in pairs]
 
 
-def spread_of_others(comparisons, pairs: list[tuple[Run, Run]]) -> tuple[float, int, Counter]:
-    """Return the spread of a pair from comparisons like that of `pairs`, which is not among them, its degrees of freedom, and the
-    number of their pairs by kind of machine. The spread is a median, so that one run that diverged does not matter; a median
-    of variances is about half as sure as their mean."""
-    from scipy import stats
-    ours, content = set(differences_of(pairs)), pairs[0][1].content
-    variances, freedoms, machines = [], [], Counter()
-    for others in comparisons:
-        earlier, later = (run.content for run in others[0])
-        differences = differences_of(others)
-        is_same = content in (earlier, later) or ours & set(differences)  # or trained again, equal bit for bit
-        if len(others) < 2 or is_same or not is_like(later, content):
-            continue
-        variance = statistics.variance(differences)
-        if variance:  # else nothing was changed
-            variances.append(variance * (len(others) - 1) / stats.chi2.median(len(others) - 1))
-            freedoms.append(len(others) - 1)
-            machines[later["machine"]] += len(others)
-    return math.sqrt(statistics.median(variances or [0])), sum(freedoms) // 2, machines
+@cache
+def median_of_chi2(freedom: int) -> float:
+    """Return the median of the chi-squared distribution."""
+    from scipy import special  # in a tenth of the time that scipy.stats takes to import
+    return float(special.chdtri(freedom, 0.5))
+
+
+class Ledger:
+    """The comparisons that logs hold, and what each tells of the spread of a pair, computed once."""
+    def __init__(self, comparisons: list[list[tuple[Run, Run]]]):
+        self.contents, self.pairs, self.variances = [], [], []  # of those that tell something
+        self.by_fact: dict = {}  # places of comparisons by the content of a side, and by a pair's difference
+        self.like: dict[tuple, list[int]] = {}  # the places of those of one text and a length within a factor of two
+        for pairs in comparisons:
+            differences = differences_of(pairs)
+            variance = statistics.variance(differences) if len(pairs) > 1 else 0.0
+            if variance:  # else nothing was changed
+                for fact in (*(key_of(run.content) for run in pairs[0]), *differences):
+                    self.by_fact.setdefault(fact, set()).add(len(self.pairs))
+                self.contents.append(pairs[0][1].content)
+                self.pairs.append(len(pairs))
+                self.variances.append(variance * (len(pairs) - 1) / median_of_chi2(len(pairs) - 1))
+
+    def spread_of_others(self, pairs: list[tuple[Run, Run]]) -> tuple[float, int, Counter]:
+        """Return the spread of a pair from comparisons like that of `pairs`, which is not among them, its degrees of freedom, and
+        the number of their pairs by kind of machine. The spread is a median, so that one run that diverged does not matter; a
+        median of variances is about half as sure as their mean."""
+        content = pairs[0][1].content
+        kind = tuple(content[name] for name in ("data", *LENGTH))
+        if kind not in self.like:
+            self.like[kind] = [place for place, other in enumerate(self.contents) if is_like(other, content)]
+        facts = (key_of(content), *differences_of(pairs))  # by a difference: it was trained again, equal bit for bit
+        same = set().union(*(self.by_fact.get(fact, ()) for fact in facts))
+        places = [place for place in self.like[kind] if place not in same]
+        machines = Counter()
+        for place in places:
+            machines[self.contents[place]["machine"]] += self.pairs[place]
+        variances = [self.variances[place] for place in places]
+        freedom = sum(self.pairs[place] - 1 for place in places) // 2
+        return math.sqrt(statistics.median(variances or [0])), freedom, machines
 
 
 def added_freedom(freedom: int, pairs):
@@ -195,7 +258,7 @@ def bounds(most: int, freedom: int) -> dict[int, float]:
     side with a probability of 1 - ERROR. t has the moderated variance of Smyth (2004, doi:10.2202/1544-6115.1027); `freedom`
     is that of the earlier spread. The bounds are of a simulation in which the true spread of a pair is half the earlier one,
     equal to it, or twice; the worst counts. The error that a look may use grows as the square of its pairs."""
-    from scipy import stats
+    from scipy import special
     looks = np.arange(2, most + 1)
     degrees = added_freedom(freedom, looks) + looks - 1
     share = (looks / most) ** 2
@@ -209,9 +272,9 @@ def bounds(most: int, freedom: int) -> dict[int, float]:
     for ratio in (0.5, 1, 2):
         variances = (added_freedom(freedom, looks) * earlier / ratio**2 + squares) / degrees
         t = means[:, 1:] / np.sqrt(variances / looks)
-        least = (stats.t.sf(t, degrees) / share).min(1)
+        least = (special.stdtr(degrees, -t) / share).min(1)  # the probabilities of larger ones
         worst = min(worst, np.quantile(least, ERROR))
-    return dict(zip(looks.tolist(), stats.t.isf(worst * share, degrees).tolist()))
+    return dict(zip(looks.tolist(), (-special.stdtrit(degrees, worst * share)).tolist()))
 
 
 def limits_of(differences: list[float], most: int, earlier: float = 0.0, freedom: int = 0) -> Effect:
