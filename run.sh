@@ -7,7 +7,8 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # sh run.sh
 set -euo pipefail
 called_from=$PWD
-CDPATH='' cd -- "$(dirname -- "$0")"
+script=$(readlink -f -- "$0" 2> /dev/null || echo "$0")  # which may be called by a link
+CDPATH='' cd -- "$(dirname -- "$script")"
 if [[ ${1:-} = --help || ${1:-} = -h ]]; then
   sed -n '2,6s/^# //p' run.sh
   exit
@@ -70,7 +71,7 @@ settings=()
 tokenizer=sp1024  # of FineWeb, without a preset
 
 read_preset() {  # as the trainer does: an editor may have added a byte order mark, or carriage returns
-  sed $'1s/^\xef\xbb\xbf//; s/\r$//' "${preset:-/dev/null}"
+  LC_ALL=C sed $'1s/^\xef\xbb\xbf//; s/\r$//' "${preset:-/dev/null}"
 }
 
 use_preset() {  # NAME

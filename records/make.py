@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from common import (  # noqa: E402
-    ROOT, describe_machine, deviation, has_finished, is_running, launcher, load_json, pairs_of, read_settings, require_packages,
+    ROOT, describe_machine, deviation, has_finished, launcher, load_json, only_one, pairs_of, read_settings, require_packages,
     score, table,
 )
 
@@ -97,9 +97,10 @@ def check_plan(options, folder: Path, settings: dict[str, str], seeds: list[int]
         raise ValueError("; ".join(problems))
 
 
-def run_seed(command: list[str], environment: dict[str, str]) -> int:
-    """Run the trainer and return its exit status. What ends this process ends the trainer, too."""
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+def run_seed(command: list[str], environment: dict[str, str], lock) -> int:
+    """Run the trainer, which inherits the lock, and return its exit status. What ends this process ends the trainer, too."""
+    inherited = [lock.fileno()] if os.name == "posix" else []
+    with subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=inherited) as process:
         try:
             return process.wait()
         except BaseException:
@@ -118,42 +119,53 @@ def check_texts(texts: dict[str, str], place: str) -> None:
             raise ValueError(f"{place}{name} is not UTF-8, which this terminal should write")
 
 
-def set_aside(folder: Path) -> None:
-    """Rename the folder of an unfinished run, whose checkpoints may have taken hours; remove it if it has no files."""
-    if any(path.is_file() for path in folder.rglob("*")):
-        folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def run_seeds(options, folder: Path, settings: dict[str, str], seeds: list[int]) -> list[str]:
-    """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails."""
-    environment, track = dict(os.environ), load_track(folder)
+    """Run the seeds that have not finished and return all RUN_IDs. Exits if a run fails. Raises ValueError, also if another
+    command trains them."""
+    track = load_track(folder)
+    with only_one(ROOT / "logs" / f"{options.name}.lock") as lock:
+        for seed in seeds:
+            run_id = f"{options.name}_seed{seed}"
+            given = {**settings, "SEED": str(seed), "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
+            if has_finished(ROOT, run_id, given, options.ranks):
+                print(f"{run_id} has already finished", flush=True)
+            else:
+                check_place(run_id)
+                train(options, given, track, lock)
+            check_size(run_id, track)
+    return [f"{options.name}_seed{seed}" for seed in seeds]
+
+
+def check_place(run_id: str) -> None:
+    """Raise ValueError if logs/RUN_ID has what another run has left: its model, perhaps the only one of a record, or checkpoints,
+    also of a run that still trains on another machine or was started by hand."""
+    log, folder = ROOT / "logs" / f"{run_id}.jsonl", ROOT / "logs" / run_id
+    has_ended = not log.exists() or '"event": "final"' in log.read_text(encoding="utf-8")
+    if has_ended and (folder / train_gpt.MODEL_FILE).exists():
+        raise ValueError(f"logs/{run_id} has the model of another run: move it, or choose another --name")
+    if any(folder.glob("checkpoints/*.pt")):
+        raise ValueError(f"logs/{run_id} has checkpoints of a run that may still train, or be resumed: wait for it, move or delete "
+                         "the folder to train anew, or choose another --name")
+
+
+def train(options, given: dict[str, str], track: dict, lock) -> None:
+    """Train one seed. Exits if the run fails."""
+    environment = dict(os.environ)
     if threads := track.get("max_threads"):
         environment["OMP_NUM_THREADS"] = str(threads // options.ranks)
-    run_ids = []
-    for seed in seeds:
-        run_id = f"{options.name}_seed{seed}"
-        run_ids.append(run_id)
-        given = {**settings, "SEED": str(seed), "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
-        if has_finished(ROOT, run_id, given, options.ranks):
-            print(f"{run_id} has already finished", flush=True)
-        else:
-            log = ROOT / "logs" / f"{run_id}.jsonl"
-            if is_running(log.with_name(f"{run_id}.txt")):
-                raise ValueError(f"{run_id} is being trained by another command: wait for it, or choose another --name")
-            has_ended = not log.exists() or '"event": "final"' in log.read_text(encoding="utf-8")
-            if has_ended and (ROOT / given["OUT_DIR"] / train_gpt.MODEL_FILE).exists():  # perhaps the only one of a record
-                raise ValueError(f"logs/{run_id} has the model of another run: move it, or choose another --name")
-            set_aside(ROOT / given["OUT_DIR"])
-            arguments = [f"{name}={text}" for name, text in given.items()]
-            if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment):
-                sys.exit(f"make.py: {run_id} ended with status {status}; run the same command again to continue")
-        export = next(event for event in read_events(ROOT / "logs" / f"{run_id}.jsonl") if event["event"] == "export")
-        size, limit = export["artifact_bytes"] + export["code_bytes"], track.get("max_bytes", math.inf)
-        if size > limit:  # before the other seeds are trained
-            raise ValueError(f"{run_id} has {size:,} bytes, more than {limit:,}; raise EXPORT_CLIP, or lower EXPORT_BITS")
-    return run_ids
+    arguments = [f"{name}={text}" for name, text in given.items()]
+    if status := run_seed([*launcher(options.ranks), "train_gpt.py", *arguments], environment, lock):
+        sys.exit(f"make.py: {given['RUN_ID']} ended with status {status}; run the same command again to continue")
+
+
+def check_size(run_id: str, track: dict) -> None:
+    """Raise ValueError if a run is larger than the track allows, before the other seeds are trained."""
+    export = next((event for event in read_events(ROOT / "logs" / f"{run_id}.jsonl") if event["event"] == "export"), None)
+    if not export:
+        raise ValueError(f"logs/{run_id}.jsonl has no export: a run of the same RUN_ID has replaced it; run the same command again")
+    size, limit = export["artifact_bytes"] + export["code_bytes"], track.get("max_bytes", math.inf)
+    if size > limit:
+        raise ValueError(f"{run_id} has {size:,} bytes, more than {limit:,}; raise EXPORT_CLIP, or lower EXPORT_BITS")
 
 
 # ---- Packaging runs ------------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(t
     for name in ("", "new", "logs/new.jsonl", "logs/new.txt"):
         assert events.find_log(name) == Path("logs/new.jsonl")
     assert events.find_log("wd0.05").is_file()
+    Path("logs", "dead.jsonl").symlink_to("nowhere")
     for name in ("input.txt", "a.jsonl", "b.log"):  # named after a text
         Path(name).touch()
         path = write_log(Path("logs", f"{name}.jsonl"))
@@ -227,9 +228,10 @@ def test_a_summary_names_only_what_is_there(monkeypatch):
 
 @pytest.mark.parametrize("content, wanted", [
     (START, "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "its line 1 is no event"), ("", "is empty: the run has not begun"),
-    ('{"event": "train", "step": 1}\n', "the event \"config\", the settings, is missing"),
+    ('{"event": "train", "step": 1}\n', 'begins with "train", not with the settings'),
+    ('{"event": "config"}\n', 'begins with "config", not with the settings'), (START + '{"event": []}\n' * 2, "its line 2 is no event"),
     (START + '{"event": "tra\n{"event": "val"}\n', "its line 2 is no event; delete that line"),
-    (START + '{"event": "train"}\n', "its events lack train.step"), ('{"event": "config"}\n', "its events lack config.config, SEED"),
+    (START + '{"event": "train"}\n', "its events lack train.step"), (START.replace("SEED", "SEE"), "its events lack SEED"),
     (START[:30], "is empty"), (START + "5\n5\n", "its line 2 is no event")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     """By each script; those that need less of a log than plot.py may take it."""

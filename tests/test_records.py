@@ -293,15 +293,18 @@ def test_the_model_of_another_run_is_not_deleted(root, monkeypatch):
     (root / "logs" / "Stopped_seed1.jsonl").write_text('{"event": "export"}\n')
     with pytest.raises(SystemExit, match="Stopped_seed1 ended with status 1"):
         make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
-    assert not (root / "logs" / "Stopped_seed1").exists() and len([*root.glob("logs/Stopped_seed1.*/*.ptz")]) == 1  # set aside
-    code = "import fcntl, time; file = open('logs/Stopped_seed1.txt', 'a'); fcntl.lockf(file, 2); print(flush=True); time.sleep(60)"
-    (root / "logs" / "Stopped_seed1" / "checkpoints").mkdir(parents=True)
+    checkpoints = root / "logs" / "Stopped_seed1" / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "Stopped_seed1_00000500.pt").touch()
+    code = "import fcntl, time; file = open('logs/Stopped.lock', 'a'); fcntl.flock(file, 2); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
-        with pytest.raises(ValueError, match="Stopped_seed1 is being trained by another command: wait for it"):
-            make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
-        holder.kill()
-    assert (root / "logs" / "Stopped_seed1" / "checkpoints").exists()
+        for message in ("another command trains these runs", "Stopped_seed1 has checkpoints of a run that may still train"):
+            with pytest.raises(ValueError, match=message):
+                make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
+            holder.kill()
+            holder.wait()
+    assert len([*checkpoints.iterdir()]) == 1
 
 
 def test_paths_are_relative_to_the_repository(root, monkeypatch, tmp_path):

@@ -40,7 +40,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, count_cores, gpu_names, is_running, pairs_of, read_settings, require_packages, table
+from common import ROOT, can_lock, count_cores, gpu_names, pairs_of, read_settings, require_packages, table
 from effects import (
     Effect, Ledger, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed,
     pairs_of_seeds, note_check, read_run, read_runs,
@@ -241,10 +241,7 @@ class Runner:
             while not (can_lock(lock) or self.is_stopping or arm.verdict):
                 time.sleep(1)
             run = read_run(LOGS / f"{name}.jsonl")
-            is_needed = not (self.is_stopping or arm.verdict or is_trained(run, trial))
-            if is_needed and is_running(LOGS / f"{name}.txt"):
-                error = "a run that no ablate.py has started has this RUN_ID: stop it, or give the variation another name"
-            elif is_needed:
+            if not (self.is_stopping or arm.verdict or is_trained(run, trial)):
                 for file in (LOGS / name).glob("final_model*"):  # of other content, or cut off
                     file.unlink(missing_ok=True)
                 error = self.start(command, lock)
@@ -263,18 +260,6 @@ class Runner:
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
             process.terminate()
-
-
-def can_lock(file) -> bool:
-    """Lock an open file, unless another program holds it. Return whether it is ours."""
-    try:
-        import fcntl
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):  # Windows; Lustre without flock
-        pass
-    return True
 
 
 def is_trained(run: Run | None, trial: tuple[Arm, int]) -> bool:

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,17 +95,27 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
     return is_same and any(event["event"] == "final" and event["val_bpb"] is not None for event in events)
 
 
-def is_running(log: Path) -> bool:
-    """Return whether a run writes to its .txt log now. Where files have no locks, nothing is known of it, and this is False."""
-    from train_gpt import lock
-    if not log.is_file():
-        return False
+def can_lock(file) -> bool:
+    """Lock an open file, unless another program holds it. Return whether it is ours."""
     try:
-        with log.open("a", encoding="utf-8") as file:
-            lock(file)
-    except ValueError:
-        return True
-    return False
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # Windows; Lustre without flock
+        pass
+    return True
+
+
+@contextmanager
+def only_one(lock: Path):
+    """Hold a lock file, and yield it open for the trainers to inherit. Raises ValueError if another command holds it, or a trainer
+    that such a command has left."""
+    lock.parent.mkdir(exist_ok=True)
+    with lock.open("w") as file:
+        if not can_lock(file):
+            raise ValueError(f"another command trains these runs, or a trainer that it has left ({lock} is locked): wait for it")
+        yield file
 
 
 # ---- The machine ---------------------------------------------------------------------------------------
@@ -174,8 +184,8 @@ def table(header: str, rows) -> list[str]:
 
 
 def markdown_cell(value: object) -> str:
-    """Return a value as a cell of a Markdown table: a | or the end of a line in it would end the cell."""
-    return " ".join(str(value).splitlines()).replace("|", r"\|")
+    """Return a value as a cell of a Markdown table: a | or the end of a line would end it, and a backslash would escape ours."""
+    return re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(str(value).splitlines()))
 
 
 def deviation(values: list[float]) -> float:

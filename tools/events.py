@@ -70,6 +70,11 @@ def check_logs() -> None:
         raise ValueError(f"logs is a link to {os.readlink('logs')}, which does not exist: make that folder, or remove the link")
 
 
+def newest_first(pattern: str) -> list[Path]:
+    """Return the files in logs/ with names of a pattern, but no links that lead nowhere."""
+    return sorted(filter(Path.is_file, Path("logs").glob(pattern)), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
 def find_run(name: str) -> Path | None:
     """Return logs/RUN_ID.jsonl if `name` is a RUN_ID that has it: a RUN_ID may look like a file, such as input.txt."""
     path = Path("logs", f"{name}.jsonl")
@@ -80,7 +85,7 @@ def find_log(name: str = "") -> Path:
     """Return the path of a .jsonl log, from a RUN_ID in logs/, its path, or that of the .txt or .log beside it; from "", the
     newest in logs/. Raises ValueError."""
     check_logs()
-    logs = sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    logs = newest_first("*.jsonl")
     if not name:
         if not logs:
             raise ValueError("there is no run in logs/ yet")
@@ -98,6 +103,16 @@ def find_log(name: str = "") -> Path:
     raise ValueError(f"{name!r} is neither a file nor a RUN_ID in logs/; there are: {there_are}")
 
 
+def parse_event(line: str) -> dict:
+    """Return the event in a line of a .jsonl log; {} if it has none."""
+    try:
+        event = json.loads(line)
+        is_event = isinstance(event["event"], str) and isinstance(event.get("step", 0), int)
+        return event if is_event and isinstance(event.get("overrides", {}), dict) else {}
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return {}
+
+
 def iterate_events(path: Path) -> Iterator[dict]:
     """Yield the events of a .jsonl log, the first of which is "config", without a last line that was cut off. Raises ValueError
     if a log is empty or damaged, and OSError."""
@@ -106,15 +121,13 @@ def iterate_events(path: Path) -> Iterator[dict]:
         for number, line in enumerate(file, 1):
             if damage:  # not in the last line
                 raise ValueError(damage)
-            try:
-                event = json.loads(line)
-                kind = event["event"]
-            except (ValueError, TypeError, LookupError):
+            event = parse_event(line)
+            if not event:
                 damage = f"{path} is damaged, or not a .jsonl log of train_gpt.py: its line {number} is no event"
                 damage += "; delete that line to read the others" * (number > 1)
                 continue
-            if number == 1 and kind != "config":
-                raise ValueError(f'{path} is damaged: it begins with "{kind}", and the event "config", the settings, is missing')
+            if number == 1 and not (event["event"] == "config" and isinstance(event.get("config"), dict)):
+                raise ValueError(f'{path} is damaged: it begins with "{event["event"]}", not with the settings, an event "config"')
             yield event
     if number == 0 or (number == 1 and damage):
         raise ValueError(f"{path} is empty: the run has not begun")
@@ -131,7 +144,7 @@ def read_outline(path: Path, last: float = math.inf) -> list[dict]:
     events, train = [], []
     for event in iterate_events(path):
         if event["event"] == "train":
-            train = [event] if event["step"] <= last else train
+            train = [event] if event.get("step", 0) <= last else train
         elif event.get("step", 0) <= last:
             events.append(event)
     return events + train

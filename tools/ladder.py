@@ -18,7 +18,7 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 
-from common import ROOT, count_cores, hardware, is_running, launcher, pairs_of, table
+from common import ROOT, count_cores, hardware, launcher, only_one, pairs_of, table
 from events import check_logs, prepare_output, read_events
 
 SHAPES = {
@@ -68,8 +68,6 @@ def climb(shape: str, extra: list[str]) -> str:
         if ranks > 1:
             environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
         command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
-        if is_running(ROOT / "logs" / f"{run_id}.txt"):
-            raise ValueError(f"{run_id} is being trained by another ladder: wait for it, or stop it")
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # a model of an earlier climb would stop the run
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace",
                                 check=False)
@@ -133,7 +131,8 @@ def main() -> None:
     try:
         with chdir(ROOT):
             check_logs()
-        print("", climb(options.shape, options.settings), sep="\n", end="")
+        with only_one(ROOT / "logs" / "ladder.lock"):
+            print("", climb(options.shape, options.settings), sep="\n", end="")
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")
 

@@ -52,13 +52,19 @@ class Run(NamedTuple):
     events: list[dict]  # also those from before it was resumed; the first is "config"
 
 
+def find_missing(event: dict) -> list[str]:
+    """Return the names of the numbers that an event has to have, but has not. Those that are not finite are None."""
+    step = {"step": ..., "train_time_ms": ..., "train_loss": None, "val_loss": None, "val_bpb": None}  # None: may be missing
+    needed = {"train": step, "val": step, "final": {"val_bpb": ...}}.get(event["event"], {})
+    return [key for key, default in needed.items() if not isinstance(event.get(key, default), int | float | None)]
+
+
 def read_run(name: str) -> Run:
     """Read a log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
     path = find_log(name)
     events = read_history(path)
-    needed = {"config": ["config"], "train": ["step", "train_time_ms"], "val": ["step", "train_time_ms"], "final": ["val_bpb"]}
-    missing = [f"{event['event']}.{key}" for event in events for key in needed.get(event["event"], []) if key not in event]
-    missing += [name for name in ("SEED", "TRAIN_BATCH_TOKENS") if name not in events[0].get("config", {})]
+    missing = [f"{event['event']}.{key}" for event in events for key in find_missing(event)]
+    missing += [name for name in ("SEED", "TRAIN_BATCH_TOKENS") if name not in events[0]["config"]]
     if missing:
         raise ValueError(f"{path} is damaged, or of another program: its events lack {', '.join(dict.fromkeys(missing))}")
     if not any(event["event"] in ("train", "val") for event in events):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of these names
 
 import train_gpt  # noqa: E402
-from events import check_logs, find_run, limited, prepare_output, read_events, read_outline  # noqa: E402
+from events import check_logs, find_run, limited, newest_first, prepare_output, read_events, read_outline  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 SHORTEST = 80  # visible characters of a sample without a prompt
@@ -33,7 +33,7 @@ SHORTEST = 80  # visible characters of a sample without a prompt
 
 def newest_models() -> Iterator[Path]:
     """Yield the artifacts of the runs that ended, by the times of their logs, the newest first: a copied file has another time."""
-    for log in sorted(Path("logs").glob("*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for log in newest_first("*.jsonl"):
         with suppress(ValueError, LookupError, TypeError, OSError):
             latest = {event["event"]: event for event in read_outline(log)}
             path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
@@ -45,7 +45,7 @@ def find_model(name: str) -> Path:
     """Return the file `name`, or the artifact of the run `name`, or with "" that of the last run that ended. Raises
     ValueError."""
     check_logs()
-    found = sorted(Path("logs").glob(f"*/{train_gpt.MODEL_FILE}"), key=lambda path: path.stat().st_mtime)
+    found = newest_first(f"*/{train_gpt.MODEL_FILE}")[::-1]
     path, log, copied = Path(name), find_run(name), Path("logs", name, train_gpt.MODEL_FILE)
     if not name:
         path = next(newest_models(), found[-1] if found else path)
@@ -53,7 +53,7 @@ def find_model(name: str) -> Path:
         path = copied  # a folder without its log
     elif log:  # also where a file has this name: a run may be named after its text
         latest = {event["event"]: event for event in read_outline(log)}
-        path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
+        path = Path(latest["config"]["config"].get("OUT_DIR", log.with_suffix("")), train_gpt.MODEL_FILE)
         wanted = latest.get("export", {}).get("artifact_sha256")
         if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
             raise ValueError(f"{path} is the model of a later run with the same OUT_DIR, not of {name}")

@@ -38,7 +38,7 @@ def main() -> None:
     sent = set()
     try:
         path = find_log(options.run)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"track.py: {error}")
     try:
         events = read_history(path)
