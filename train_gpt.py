@@ -544,9 +544,8 @@ class TokenLoader:
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
             left = int(self.ends[index]) - place  # tokens from here to the end of the shard
-            count_read = min(size, left)
-            parts.append(read_shard(path, self.config.vocab_size, count - left, count_read))
-            start, size = start + count_read, size - count_read
+            parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
+            start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
 
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
@@ -837,7 +836,8 @@ def set_aside(*paths: Path):
     """Rename files that another run has left under these names to NAME.TIME.SUFFIX."""
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
-        path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
+        aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
+        print(f"{path} exists and becomes {aside.name}", file=sys.stderr)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
