@@ -213,66 +213,45 @@ def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monk
 
 
 START = '{"event": "config", "config": {"SEED": 1, "TRAIN_BATCH_TOKENS": 2}}\n'
-
-
-def test_a_summary_names_only_what_is_there(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    logs = sorted(Path("records").glob("track_*/*/*.jsonl"))
-    for log in logs:
-        summary = events.summarize(log)
-        paths = re.findall(r"(?:records|tools)/[^\s;]+", summary)
-        assert str(log) in paths and all(Path(path).exists() for path in paths), summary
-        assert (f"sample.py {log.parent}/artifact_seed" in summary) == bool([*log.parent.glob("*.ptz")])
-    assert events.find_log(str(logs[0].with_suffix(".log"))) == logs[0]
-
-
 @pytest.mark.parametrize("content, wanted", [
     (START, "has no steps yet"), ("step:1/2 train_loss:3\n" * 2, "its line 1 is no event"), ("", "is empty: the run has not begun"),
-    ('{"event": "train", "step": 1}\n', 'begins with "train", not with the settings'),
+    ('{"event": "train", "step": 1}\n', 'begins with "train", not with the settings'), (START[:30], "is empty"), (START + "5\n" * 2, "line 2 is no"),
     ('{"event": "config"}\n', 'begins with "config", not with the settings'), (START + '{"event": []}\n' * 2, "its line 2 is no event"),
-    (START + '{"event": "tra\n{"event": "val"}\n', "its line 2 is no event; delete that line"),
     (START + '{"event": "train"}\n', "its events lack train.step"), (START.replace("SEED", "SEE"), "its events lack SEED"),
-    (START[:30], "is empty"), (START + "5\n5\n", "its line 2 is no event")])
+    (START + '{"event": "tra\n{"event": "val"}\n', "its line 2 is no event; delete that line")])
 def test_other_files_are_named(tmp_path, monkeypatch, content, wanted):
     """By each script; those that need less of a log than plot.py may take it."""
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=f"plot.py: .*x.jsonl.*{wanted}"):
         run_script(monkeypatch, plot, tmp_path / "x.jsonl")
-    if "line" in wanted or "empty" in wanted or "settings" in wanted:
-        for script, words in ((events, []), (track, ["wandb"])):
-            with pytest.raises(SystemExit, match=f"{script.__name__}.py: .*x.jsonl.*{wanted}"):
-                run_script(monkeypatch, script, *words, tmp_path / "x.jsonl")
+    for script, words in ((events, []), (track, ["wandb"])) if "line" in wanted or "empty" in wanted or "settings" in wanted else ():
+        with pytest.raises(SystemExit, match=f"{script.__name__}.py: .*x.jsonl.*{wanted}"):
+            run_script(monkeypatch, script, *words, tmp_path / "x.jsonl")
 
 
 def test_a_long_run_is_read_in_little_memory_and_drawn_in_little_time(tmp_path):
     log = write_log(tmp_path / "a.jsonl", steps=range(20_000), scores={1: 2, 3: 1})
     tracemalloc.start()
-    assert "best      1.0000 bits" in events.summarize(write_log(tmp_path / "b.jsonl", scores={1: 1, 3: 2}))
-    assert "19,999 steps in 3 s" in events.summarize(log)
-    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    assert "19,999 steps in 3 s" in events.summarize(log) and tracemalloc.get_traced_memory()[1] < 3_000_000
     tracemalloc.stop()
     values, started = np.random.default_rng(0).random(500_000), time.process_time()
-    means = plot.smooth(values)
+    means, ends = plot.smooth(values), (1, 2, 24_999, 25_001, 500_000)
     assert time.process_time() - started < 2  # not the square
-    for end in (1, 2, 24_999, 25_001, 400_000, 500_000):
-        assert means[end - 1] == pytest.approx(values[max(0, end - 25_000):end].mean(), rel=1e-12)
+    assert means[np.subtract(ends, 1)] == pytest.approx([values[max(0, end - 25_000):end].mean() for end in ends], rel=1e-12)
 
 
 def test_each_script_has_help_and_any_name_on_any_terminal(monkeypatch, capsys, tmp_path):
-    before = signal.getsignal(signal.SIGPIPE)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGPIPE would end these tests
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for script in sorted(REPOSITORY.glob("tools/*.py")):
         monkeypatch.setattr(sys, "argv", [script.name, "--help"])
         with pytest.raises(SystemExit, match="^0$"):
             runpy.run_path(str(script), run_name="__main__")
         assert capsys.readouterr().out.startswith(f"usage: {script.name}"), script
-    signal.signal(signal.SIGPIPE, before)
     log = write_log(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), data=os.fsdecode(b"caf\xe9"), final=False)
-    assert list(plot.groups_of([plot.read_run(str(log))])) == [r"caf\udce9"]
-    for encoding in ("ascii:strict", "utf-8:strict"):
-        result = subprocess.run([sys.executable, REPOSITORY / "tools" / "events.py", log], capture_output=True, check=False,
-                                env={**os.environ, "PYTHONIOENCODING": encoding})
-        assert rb"caf\udce9.jsonl: the run has not ended" in result.stdout and result.returncode == 0, result
+    result = subprocess.run([sys.executable, REPOSITORY / "tools" / "events.py", log], capture_output=True, check=False,
+                            env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    assert rb"caf\udce9.jsonl: the run has not ended" in result.stdout and result.returncode == 0, result
 
 
 def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):

@@ -4,11 +4,10 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import common
 import make
 import pytest
 import rescore
@@ -171,8 +170,7 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("damage", [
-    {"machine": ...}, {"date": 5}, {"seed_results": []}, {"seed_results": {"1": {"val_bpb": None, "val_loss": 1}}},
-    {"val_bpb": float("nan")}, {"against_incumbent": {"p": 1}}, {"author": None}, {"submitted": 3}])
+    {"machine": ...}, {"date": 5}, {"seed_results": []}, {"seed_results": {"1": {"val_bpb": None}}}, {"val_bpb": float("nan")}, {"against_incumbent": {"p": 1}}, {"author": None}, {"submitted": 3}])
 def test_damaged_neighbours_are_refused_alone(records, monkeypatch, capsys, damage):
     half = shutil.copytree(records, records.with_name("2026-01-02_Half")) / "submission.json"
     content = {**claims(records), "name": "Half", "date": "2026-01-02", **damage}
@@ -296,15 +294,12 @@ def test_the_model_of_another_run_is_not_deleted(root, monkeypatch):
     checkpoints = root / "logs" / "Stopped_seed1" / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "Stopped_seed1_00000500.pt").touch()
-    code = "import fcntl, time; file = open('logs/Stopped.lock', 'a'); fcntl.flock(file, 2); print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE) as holder:
-        holder.stdout.readline()
+    with common.only_one(root / "logs" / "Stopped.lock") as lock:  # as another make.py
         for message in ("another command trains these runs", "Stopped_seed1 has checkpoints of a run that may still train"):
             with pytest.raises(ValueError, match=message):
                 make.run_seeds(argparse.Namespace(name="Stopped", ranks=1), root / "records" / "track_tiny" / "New", {}, [1])
-            holder.kill()
-            holder.wait()
-    assert len([*checkpoints.iterdir()]) == 1
+            lock.close()
+    assert [*checkpoints.iterdir()]
 
 
 def test_paths_are_relative_to_the_repository(root, monkeypatch, tmp_path):
@@ -331,11 +326,9 @@ def test_the_open_track_needs_a_name_of_the_data_and_notes_are_kept(root, monkey
     claim(folder, blurb="Another blurb.")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
     assert re.search(r"Another blurb\.(?s:.*)## Notes\nWritten by hand\.\n\Z", (folder / "README.md").read_text())
-    for blurb, said in (("New.\n\n## Notes\n\nmine", "blurb has a line '## Notes'"), (5, "blurb is 5, which must be text"),
-                        ("caf\udce9", "blurb is not UTF-8")):
+    for blurb, said in (("New.\n## Notes\n", "has a line '## Notes'"), (5, "blurb is 5, which must be"), ("\udce9", "is not UTF-8")):
         claim(folder, blurb=blurb)
         assert said in run_make(monkeypatch, "--again", str(folder))
-        assert said in run_make(monkeypatch, *words, "--division", "own", "--blurb", str(blurb)) or blurb == 5
     claim(folder, blurb="New.", author="A | B\nC")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
     assert r" | A \| B C | [" in (root / "records" / "README.md").read_text()
@@ -352,13 +345,10 @@ def test_the_environment_wins_over_the_base_and_the_command_over_both(root, monk
     preset = tmp_path / "preset.env"
     preset.write_text("\ufeffNUM_LAYERS=nine\n# a preset\n", encoding="utf-8")
     assert "NUM_LAYERS='nine'" in run_make(monkeypatch, *given, f"@{preset}")
-    for content, said in ((b"\xff\xfeN", "preset.env: .* can't decode .*; save the file as UTF-8"),
-                          (b"NUM_LAYERS 3", "preset.env: 'NUM_LAYERS 3' is not VARIABLE=value")):
-        preset.write_bytes(content)
-        assert re.search(said, run_make(monkeypatch, *given, f"@{preset}"))
+    preset.write_bytes(b"\xff\xfeN")
+    assert re.search("preset.env: .* can't decode .*; save the file as UTF-8", run_make(monkeypatch, *given, f"@{preset}"))
     monkeypatch.setenv("NUM_LAYERS", "")  # as if it were not set
-    options = argparse.Namespace(base=given[-1], settings=[], division="")
-    assert make.plan_settings(options, root / "records" / "track_tiny" / "New")["NUM_LAYERS"] == "2"
+    assert make.plan_settings(argparse.Namespace(base=given[-1], settings=[]), root / "records/track_tiny/New")["NUM_LAYERS"] == "2"
 
 
 def test_all_committed_records_are_as_they_say(monkeypatch):
