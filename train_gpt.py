@@ -1122,6 +1122,7 @@ def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight")}
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
+    # On MPS with gradients, as in Validation.score.
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
         for inputs, targets in sum(steps, []):
             model(inputs, targets)
