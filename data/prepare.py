@@ -15,29 +15,36 @@ import codecs
 import hashlib
 import heapq
 import io
+import json
 import math
 import os
 import re
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
-from shards import ShardWriter, escape_what_cannot_be_printed, finish, write_dataset
-from sources import HUB, Reader, cut_lines
+from shards import ShardWriter, count_cores, escape_what_cannot_be_printed, finish, lock, sha256_of, write_dataset
+from sources import HUB, PACKINGS, SOTU, Reader, cut_lines
 from tokenization import (
-    BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, fold_case, import_sentencepiece, load_tokenizer,
+    BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, encode_in_order, fold_case, import_sentencepiece,
+    load_tokenizer,
 )
+from unfinished import SAVE_S, Progress
 
-BATCH_DOCUMENTS = 512  # encoded at a time, or fewer if they are long
+BATCH_DOCUMENTS, BATCH_BYTES = 512, 1 << 19  # encoded at a time, by a process
 DOCUMENT_CHARS = 1 << 20  # longer documents are cut, which bounds the memory
-BATCH_CHARS = 4 * DOCUMENT_CHARS
+SMALL_BYTES = 1 << 20  # of sources, for which processes are not worth their start
 FEW_BYTES = 100_000  # of a validation split whose score is noise
 SMALL_TEXT, SMALL_VOCABULARY = 1_000_000, 512  # bytes of a text and the most pieces that it needs
 MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
-VAL_FRACTION = 0.05
+VAL_FRACTION, VAL_BYTES = 0.05, 20_000_000  # by default, at most
+PACKED = 4  # about the bytes of text in one of a packed file; rather too many, as VAL_BYTES is a limit
+SOTU_BYTES = 12_000_000
+VERSION = "data/prepare.py 2"  # to be raised if the data sets change: an unfinished one is only continued by the same version
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
 SMALLEST = 261  # pieces: four special ones, the 256 bytes and the space
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
@@ -84,13 +91,14 @@ def is_chosen(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, bytes]]:
-    """Yield "train" or "val", the text and its SHA-256 for each document. `title` is the progress bar's. Training documents
+def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield "train" or "val", the UTF-8 text and its SHA-256 for each document. `title` is the progress bar's. Training documents
     that are also validation documents are left out, and counted by the reader.
 
     Raises ValueError at the end if a split has no documents."""
     seen = set()  # hashes of validation documents
     counts = Counter()
+    val_bytes = 0
     limit = math.inf if options.max_docs is None else options.max_docs
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         for text in reader.documents(sources, title):
@@ -99,7 +107,8 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
                 break
             parts = [text[:options.cut], text[options.cut:]] if options.cut else parts_of(text)
             for place, part in enumerate(parts):
-                digest = hashlib.sha256(part.encode("utf-8")).digest()
+                raw = part.encode("utf-8")
+                digest = hashlib.sha256(raw).digest()
                 if reader.named_splits:
                     is_val = reader.split == "val"
                 elif options.cut:
@@ -107,16 +116,18 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, str, byte
                 elif options.chosen is not None:
                     is_val = digest in options.chosen
                 else:
-                    is_val = is_val_file or number <= (options.val_docs or 0) or is_chosen(digest, options.val_fraction)
+                    in_share = is_chosen(digest, options.val_fraction) and val_bytes + len(raw) <= options.val_bytes
+                    is_val = is_val_file or number <= (options.val_docs or 0) or in_share
                 if is_val:
                     seen.add(digest[:16])
                     counts["val"] += 1
-                    yield "val", part, digest
+                    val_bytes += len(raw)
+                    yield "val", raw, digest
                 elif digest[:16] in seen:
                     reader.dropped += 1
                 else:
                     counts["train"] += 1
-                    yield "train", part, digest
+                    yield "train", raw, digest
             if not is_val_file and number >= limit:  # what follows is not even read
                 break
     if not counts:
@@ -159,14 +170,13 @@ def why_empty(split: str, count: int, reader: Reader, options) -> str:
     return f"--val-fraction {options.val_fraction} leaves none of the {count:,} documents for training: set a smaller one"
 
 
-def sample_training_text(documents: Iterator[tuple[str, str, bytes]]) -> list[str]:
+def sample_training_text(documents: Iterator[tuple[str, bytes, bytes]]) -> list[str]:
     """Return SAMPLE_BYTES of training documents: those with the smallest hashes, in order."""
     heap = []
     size = 0
-    for number, (split, text, digest) in enumerate(documents):
+    for number, (split, raw, digest) in enumerate(documents):
         if split == "val":
             continue
-        raw = text.encode("utf-8")
         # Other bytes of the hash than those that decide the split. heapq pops the smallest.
         heapq.heappush(heap, (-int.from_bytes(digest[8:16], "big"), number, raw))
         size += len(raw) + ENTRY_BYTES
@@ -211,76 +221,172 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     path.write_bytes(model.getvalue())
 
 
-def batches(documents: Iterator[tuple[str, str, bytes]]) -> Iterator[list[tuple[str, str, bytes]]]:
-    """Yield lists of documents that are encoded together."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_CHARS:
-            yield batch
+def measure(options) -> tuple[str, float]:
+    """Return a description of the files of the sources, which changes with their names and sizes; and about how many bytes of text
+    there are, which is infinite for a data set of the hub."""
+    reader, files, size = Reader(options), [], 0
+    for source in [*options.sources, *filter(None, [options.val_file])]:
+        if source == SOTU or source.startswith(HUB):
+            size += SOTU_BYTES if source == SOTU else math.inf
+            continue
+        for path, _ in reader.find_files(Path(source)):
+            files.append((os.path.relpath(path, Path(source).parent), path.stat().st_size))
+            is_packed = path.suffix.lower() in (*PACKINGS, ".parquet")
+            size += files[-1][1] * PACKED ** is_packed
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return f"{len(files):,} files of {sum(size for _, size in files):,} bytes ({digest[:16]})", size
+
+
+def batches(documents: Iterator[tuple[str, bytes, bytes]], progress: Progress, gzip: Counter) -> Iterator[tuple[dict, list]]:
+    """Yield lists of documents that are encoded together, as their split and text, each with the state of the progress behind
+    it. Leaves out those before the progress and those of other parts. Counts the bytes of the validation text under gzip.
+
+    Raises ValueError if those before the progress are not what they were."""
+    done, wanted = progress.state["documents"], progress.state["digest"]
+    compress, digests = zlib.compressobj(9), hashlib.sha256()
+    batch, size, number = [], 0, 0
+    for number, (split, raw, digest) in enumerate(documents, 1):
+        digests.update(split.encode() + digest)
+        is_own = number % progress.parts == progress.part - 1
+        if is_own and split == "val":
+            gzip["bytes"] += len(compress.compress(raw))
+        if number == done and digests.hexdigest() != wanted:
+            break
+        if number > done and is_own:
+            batch.append((split, raw))
+            size += len(raw)
+        if len(batch) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
+            yield {"documents": number, "digest": digests.hexdigest()}, batch
             batch, size = [], 0
+    if number <= done and digests.hexdigest() != wanted:
+        raise ValueError(f"the text is not that with which {progress.own} was begun; {progress.way_out()}")
     if batch:
-        yield batch
+        yield {"documents": number, "digest": digests.hexdigest()}, batch
+    gzip["bytes"] += len(compress.flush())
 
 
-def write_splits(folder: Path, tokenizer: Tokenizer, documents: Iterator[tuple[str, str, bytes]]) -> dict:
-    """Encode all documents into shards; return the manifest's splits. Raises ValueError if a tokenizer other than
-    SentencePiece, which may normalise, changes the text."""
-    writers = {name: ShardWriter(folder, name) for name in ("train", "val")}
-    decoded_bytes = changed_documents = gzip_bytes = 0
-    gzip = zlib.compressobj(9)
-    for batch in batches(documents):
-        encoded = tokenizer.encode([text for _, text, _ in batch], os.cpu_count() or 1)
-        for (name, text, _), ids in zip(batch, encoded):
-            raw = text.encode("utf-8")
-            writers[name].write(np.concatenate(([tokenizer.bos], ids)), len(raw))
-            if name == "val":
-                gzip_bytes += len(gzip.compress(raw))
-                decoded_bytes += tokenizer.count_bytes(ids)
-                if tokenizer.decode(ids) != raw:
-                    if tokenizer.kind != "sentencepiece":
-                        raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
-                    changed_documents += 1
-    splits = {name: writer.close() for name, writer in writers.items()}
-    gzip_bytes += len(gzip.flush())
-    splits["val"].update(decoded_bytes=decoded_bytes, changed_documents=changed_documents, gzip_bytes=gzip_bytes)
-    return splits
+def write_part(progress: Progress, tokenizer: Tokenizer, reader: Reader, documents: Iterator, processes: int) -> None:
+    """Encode the documents of a part into shards, from where the progress ends; save the progress. Raises ValueError if a tokenizer
+    other than SentencePiece, which may normalise, changes the text."""
+    saved, checked, gzip = progress.state["splits"], Counter(progress.state["checked"]), Counter()
+    writers = {name: ShardWriter(progress.own, name, progress.folder.name, saved.get(name)) for name in ("train", "val")}
+    progress.save(writers, SAVE_S)  # for the vocabulary
+    with closing(encode_in_order(tokenizer, batches(documents, progress, gzip), processes)) as encoded:
+        for place, found in encoded:
+            for split, (tokens, counts) in found.items():
+                writers[split].write(tokens, counts.pop("bytes"), counts.pop("documents"))
+                checked.update(counts)
+            progress.save(writers, SAVE_S, checked=checked, **place)
+    for writer in writers.values():
+        writer.close()
+    progress.save(writers, checked=checked, done=True, gzip_bytes=gzip["bytes"], dropped_documents=reader.dropped,
+                  by_names=reader.named_splits, notes=reader.report())
 
 
-def prepare(folder: Path, options) -> str:
-    """Write the data set into an empty folder; return a summary. Raises ValueError."""
-    name = options.tokenizer
+def choose_share(options, size: float) -> None:
+    """Set what the options leave open of how the validation split is chosen, given the bytes of all text."""
     options.by_names = not options.val_file and options.val_docs is None and options.val_fraction is None
+    options.val_bytes = math.inf  # more are not taken
     if options.val_file or options.val_docs is not None:
         options.val_fraction = 0
     elif options.val_fraction is None:
         options.val_fraction = VAL_FRACTION
-    tokenizer = None if LEARNT.fullmatch(name) else load_tokenizer(name, folder)  # first: mistakes are found at once
-    choose_by_hash(options)
-    if not tokenizer:
-        path = folder / "tokenizer.model"
-        sample = sample_training_text(assign(Reader(options), options, "sampling"))
-        learn_vocabulary(name, sample, path)
-        tokenizer = load_tokenizer(str(path))
-    reader = Reader(options)
-    splits = write_splits(folder, tokenizer, assign(reader, options, "encoding"))
-    splits["train"]["dropped_documents"] = reader.dropped
-    notes = reader.report()
-    yardstick = 8 * splits["val"].pop("gzip_bytes") / splits["val"]["bytes"]
-    notes.append(f"yardstick: gzip needs {yardstick:.2f} bits per byte of the validation text; a trained model needs less")
-    if splits["val"]["bytes"] < FEW_BYTES:
-        notes.append(f"warning: scores will be noisy: the validation split has only {splits['val']['bytes']:,} bytes; set a larger "
+        if math.isinf(size) or options.max_docs is not None:
+            options.val_bytes = VAL_BYTES
+        else:
+            options.val_fraction = min(VAL_FRACTION, VAL_BYTES / max(1, size))
+
+
+def load_or_learn(options, progress: Progress, documents: Iterator) -> tuple[Tokenizer, Iterator]:
+    """Return the tokenizer, which is learnt if no part has learnt it yet, and the documents to encode.
+
+    A data set of the hub is read only once: its vocabulary is learnt from the first documents, which are kept."""
+    path = progress.folder / "tokenizer.model"
+    if not path.exists():
+        if any(source.startswith(HUB) for source in options.sources):
+            sample, size = [], 0
+            for split, raw, digest in documents:
+                sample.append((split, raw, digest))
+                size += len(raw) * (split == "train")
+                if size >= SAMPLE_BYTES:
+                    break
+            documents = chain(sample, documents)
+        else:
+            sample = assign(Reader(options), options, "sampling")
+        learnt = progress.own / "tokenizer.model"
+        learn_vocabulary(options.tokenizer, sample_training_text(sample), learnt)
+        os.replace(learnt, path)
+    return load_tokenizer(str(path)), documents
+
+
+def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dict]) -> str:
+    """Complete the data set, given the states of its parts; return its summary. Raises ValueError as finish does."""
+    splits = {}
+    for name in ("train", "val"):
+        found = [part["splits"][name] for part in parts]
+        splits[name] = {count: sum(split[count] for split in found) for count in ("documents", "bytes", "tokens")}
+        splits[name]["shards"] = list(chain.from_iterable(split["shards"] for split in found))
+    train, val = splits["train"], splits["val"]
+    train["dropped_documents"] = parts[0]["dropped_documents"]  # each part has read them all
+    for count in ("decoded_bytes", "changed_documents"):
+        val[count] = sum(part["checked"].get(count, 0) for part in parts)
+    gzip_bytes = sum(part["gzip_bytes"] for part in parts)
+    notes = [*parts[0]["notes"], f"yardstick: gzip needs {8 * gzip_bytes / val['bytes']:.2f} bits per byte of the validation text; "
+             "a trained model needs less"]
+    if val["bytes"] < FEW_BYTES:
+        notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes; set a larger "
                      "--val-fraction, or use more text")
-    size = splits["train"]["bytes"] + splits["val"]["bytes"]
-    is_chosen_here = not name.endswith(".model") and name != "char" and splits["train"]["documents"]
+    name, size = options.tokenizer, train["bytes"] + val["bytes"]
+    is_chosen_here = not name.endswith(".model") and name != "char" and train["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
         notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "
                      f"{name}, which has {tokenizer.vocab_size:,} pieces")
-    origin = {"made_by": "data/prepare.py 2", "sources": [Path(source).name for source in options.sources],
-              "split": {"by_names": reader.named_splits,
+    origin = {"made_by": VERSION, "sources": [Path(source).name for source in options.sources],
+              "split": {"by_names": parts[0]["by_names"],
                         **{name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}}
+    if tokenizer.file and tokenizer.file.parent != folder:
+        tokenizer.file = Path(shutil.copyfile(tokenizer.file, folder / "tokenizer.model"))
     return "\n".join([*notes, finish(folder, options.out, origin, tokenizer, splits)])
+
+
+def prepare(folder: Path, options) -> str:
+    """Encode a part of the data set, by default all of it; then join the parts in `folder`, if none is missing. Return a summary.
+
+    Raises ValueError."""
+    name = options.tokenizer
+    progress = Progress(folder, options.part)
+    tokenizer = None if LEARNT.fullmatch(name) else load_tokenizer(name, progress.own)  # first: mistakes are found at once
+    files, size = measure(options)
+    choose_share(options, size)
+    choose_by_hash(options)
+    command = {"version": VERSION, "SOURCE": [Path(source).name for source in options.sources], "text": files,
+               "--tokenizer": Path(name).name, "--part": f"of {progress.parts}"}
+    for option in ("text_key", "separator", "encoding", "skip_bad", "max_docs", "val_file", "val_docs", "val_fraction"):
+        command[f"--{option.replace('_', '-')}"] = getattr(options, option)
+    progress.compare(command)
+    reader = Reader(options)
+    documents = assign(reader, options, "encoding")
+    if not tokenizer:
+        tokenizer, documents = load_or_learn(options, progress, documents)
+    progress.compare({**command, "vocabulary": sha256_of(tokenizer.file) if tokenizer.file else None})
+    if not progress.state["done"]:
+        processes = 1 if size < SMALL_BYTES or tokenizer.kind == "byte" else count_cores()
+        write_part(progress, tokenizer, reader, documents, processes)
+    with suppress(FileNotFoundError):  # another part has joined them
+        options.held = lock(progress.parent / "join.lock", wait=True)  # until the data set has its place
+    progress.compare(progress.state["command"])  # with parts that were begun at the same time
+    parts = progress.join()
+    if len(parts) < progress.parts:
+        return f"part {progress.part} of {progress.parts} is done; the last part that is done joins them all"
+    return summarize_parts(folder, options, tokenizer, parts)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Return the numbers in "I/N"."""
+    match = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; 1/4 to 4/4 are those of four")
+    return int(match[1]), int(match[2])
 
 
 def encoding_of(name: str) -> str:
@@ -332,7 +438,8 @@ def main() -> None:
                        help="the first N documents are the validation split")
     split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
     split.add_argument("--val-fraction", type=share, metavar="F",
-                       help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION}, if no names decide)")
+                       help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION}, at most 20 MB, if no "
+                       "names decide)")
     parser.add_argument("--text-key", default="text", metavar="KEY",
                         help="key or column of the text in JSON, tables and data sets; a.b is b in a (default %(default)s)")
     parser.add_argument("--separator", default="", metavar="TEXT", type=lambda text: text.replace("\\n", "\n"),
@@ -341,6 +448,8 @@ def main() -> None:
                         help="of files of text, such as cp1252 or utf-16 (default UTF-8)")
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out and count documents that cannot be read, instead of ending with an error")
+    parser.add_argument("--part", default=(1, 1), type=part_of, metavar="I/N",
+                        help="encode the Ith of N parts, which may run at once, on machines that share --out; the last joins them")
     parser.add_argument("--max-docs", type=whole_number, metavar="N", help="read only the first N documents of the sources")
     escape_what_cannot_be_printed()
     options = parser.parse_args()

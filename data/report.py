@@ -12,10 +12,11 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from shards import check_with_trainer, escape_what_cannot_be_printed, sha256_of, split_documents
+from shards import check_with_trainer, escape_what_cannot_be_printed, map_shard, sha256_of, split_documents
 from tokenization import Tokenizer, load_tokenizer
 
 SAMPLES = 3  # documents of each split that are shown
@@ -48,19 +49,24 @@ def decode(document: np.ndarray, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(document[document != tokenizer.bos]).decode("utf-8", "replace")
 
 
-def show_split(part: str, shards: list[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
+def read_split(part: str, shards: dict[Path, int], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the documents in shards, which are opened one after the other: there may be more than can be open at once."""
+    return split_documents(map(map_shard, shards), tokenizer.bos, part, sum(shards.values()))
+
+
+def show_split(part: str, shards: dict[Path, int], tokenizer: Tokenizer) -> np.ndarray:
     """Print the counts and the first documents of a split; return a hash of each document that has text, uint64 (D,)."""
     digests = bytearray()
     heads = []
     count = 0
     has_text = np.array([bool(token.strip()) for token in tokenizer.token_bytes])  # by id
-    for document in split_documents(shards, tokenizer.bos, part):
+    for document in read_split(part, shards, tokenizer):
         count += 1
         if has_text[document].any():  # empty ones are alike, which is no leak
             digests += hashlib.blake2b(document[document != tokenizer.bos], digest_size=8).digest()
         if len(heads) < SAMPLES:
             heads.append(document[:4 * SAMPLE_CHARS])  # a character has up to four tokens
-    print(f"{part}: {len(shards)} shards, {count:,} documents, {sum(map(len, shards)):,} tokens")
+    print(f"{part}: {len(shards)} shards, {count:,} documents, {sum(shards.values()):,} tokens")
     for number, head in enumerate(heads, 1):
         print(f"{part}, document {number}: {decode(head, tokenizer)[:SAMPLE_CHARS]!r}")
     return np.frombuffer(digests, dtype=np.uint64)
@@ -85,7 +91,7 @@ def report(options) -> list[str]:
                         "which makes scores too good")
     if options.texts:
         with options.texts.open("x", encoding="utf-8") as file:
-            for document in split_documents(shards["val"], tokenizer.bos, "writing"):
+            for document in read_split("writing", shards["val"], tokenizer):
                 file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
         print(f"wrote the validation documents to {options.texts}")
     return problems

@@ -1,15 +1,15 @@
 """The shard format, manifests and the trainer's check: what the scripts in this folder share."""
 
-import glob
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +31,26 @@ def escape_what_cannot_be_printed() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def count_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of CPU cores that this process may use, as train_gpt.py does, whose import takes a second and 120 MB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    used, period = quota.read_text().split() if quota.exists() else ("max", "1")  # microseconds
+    return cores if used == "max" else max(1, min(cores, int(used) // int(period)))
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def split_documents(arrays: list[np.ndarray], bos: int, title: str) -> Iterator[np.ndarray]:
+def split_documents(arrays: Iterable[np.ndarray], bos: int, title: str, total: int | None = None) -> Iterator[np.ndarray]:
     """Yield the tokens from each BOS to the next, uint16 (N,), N > 0, with a progress bar. A document may continue in the
-    next array. Tokens before the first BOS come first; without a BOS all tokens are one document."""
+    next array. Tokens before the first BOS come first; without a BOS all tokens are one document. `total` is the number of
+    tokens, which is needed if the arrays are not a list."""
     parts = []
-    with tqdm(desc=title, total=sum(map(len, arrays)), unit="token", unit_scale=True) as bar:
+    if total is None:
+        total = sum(map(len, arrays))
+    with tqdm(desc=title, total=total, unit="token", unit_scale=True) as bar:
         for array in arrays:
             for start in range(0, len(array), BLOCK_TOKENS):
                 block = array[start:start + BLOCK_TOKENS].astype(np.uint16)
@@ -56,23 +66,41 @@ def split_documents(arrays: list[np.ndarray], bos: int, title: str) -> Iterator[
 
 
 class ShardWriter:
-    """Writes the documents of a split to FOLDER_SPLIT_000000.bin, ..., with SHARD_TOKENS tokens in each but the last."""
+    """Writes the documents of a split to NAME_SPLIT_000000.bin, ..., with SHARD_TOKENS tokens in each but the last. `split` is
+    what the manifest says of them."""
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: Path, split: str, name: str | None = None, saved: dict | None = None):
+        """`saved` is the `split` of a writer that was stopped; this one goes on from there. NAME is that of the folder by default.
+
+        Raises ValueError if a file is shorter than `saved` says."""
         self.folder = folder
-        self.name = f"{folder.name}_{split}"
-        self.split = {"documents": 0, "bytes": 0, "tokens": 0, "shards": []}
+        self.name = f"{name or folder.name}_{split}"
+        self.split = saved or {"documents": 0, "bytes": 0, "tokens": 0, "shards": []}
         self.file = None
         self.room = 0  # tokens that the open file can take
+        counts = [shard["tokens"] for shard in self.split["shards"]]
+        counts.append(self.split["tokens"] - sum(counts))
+        for number, count in enumerate(counts):
+            path = self.path(number)
+            if count and (not path.exists() or path.stat().st_size < HEADER_BYTES + 2 * count):
+                raise ValueError(f"{path} is missing or has become shorter; delete {folder.parent} to begin again")
+        if counts[-1]:
+            self.file = self.path(len(counts) - 1).open("r+b")
+            self.file.truncate(HEADER_BYTES + 2 * counts[-1])
+            self.file.seek(0, os.SEEK_END)
+            self.room = SHARD_TOKENS - counts[-1]
 
-    def write(self, tokens: np.ndarray, size: int) -> None:
-        """Append a document: its tokens with BOS, integers (N,), and the bytes of its text."""
-        self.split["documents"] += 1
+    def path(self, number: int) -> Path:
+        return self.folder / f"{self.name}_{number:06d}.bin"
+
+    def write(self, tokens: np.ndarray, size: int, documents: int = 1) -> None:
+        """Append documents: their tokens with BOS, integers (N,), and the bytes of their text."""
+        self.split["documents"] += documents
         self.split["bytes"] += size
         self.split["tokens"] += len(tokens)
         while len(tokens):
             if self.file is None:
-                self.file = (self.folder / f"{self.name}_{len(self.split['shards']):06d}.bin").open("wb")
+                self.file = self.path(len(self.split["shards"])).open("wb")
                 self.file.write(bytes(HEADER_BYTES))
                 self.room = SHARD_TOKENS
             part = tokens[:self.room].astype("<u2")
@@ -89,19 +117,42 @@ class ShardWriter:
             with self.file as file:
                 file.seek(0)
                 file.write(np.array([*SHARD_START, count], dtype="<i4").tobytes())
+                self.sync()
             path = Path(file.name)
             self.split["shards"].append({"file": path.name, "tokens": count, "sha256": sha256_of(path)})
             self.file = None
         return self.split
 
+    def sync(self) -> None:
+        """See that what was written is on the disk."""
+        if self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+
+def lock(path: Path, wait: bool = False):
+    """Open a file that no other process can have until it is closed, or until this one ends. If another one has it, waits or raises
+    ValueError. Does nothing more where files have no locks."""
+    file = path.open("w")
+    try:
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        raise ValueError(f"another run is writing {path.with_suffix('')}: wait for it, or choose another --out") from None
+    except (ImportError, OSError):  # Windows; some network file systems
+        pass
+    return file
+
 
 def write_dataset(script: str, fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
-    The folder is hidden until it is complete. If that fails, ends the program with the script's name and the reason."""
-    for name in {"SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):  # so that an incomplete folder is removed
+    The folder is OUT.unfinished/NAME until it has a manifest. If that fails, ends the program with the script's name and the
+    reason. OUT.unfinished is then deleted, unless prepare.py has saved there what the same command can use."""
+    for name in {"SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):  # so that they end it as Ctrl-C does
         if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN:  # nohup ignores one
             signal.signal(signal.Signals[name], signal.default_int_handler)
+    held = None
     try:
         out = Path(options.out).resolve()
         if out.is_mount():
@@ -111,27 +162,49 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             raise ValueError(f"--out {options.out!r} is not an empty folder: {use}delete it, or choose another --out")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
-        import train_gpt  # noqa: F401 it checks the data set: if PyTorch is missing, say so before hours of encoding
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for left in sorted(out.parent.glob(f".{glob.escape(out.name)}-{8 * '?'}")):  # as tempfile names them
-            print(f"{script}: {left} was left by another run with this --out; delete it unless that run still goes on",
-                  file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as parent:
-            folder = Path(parent, out.name)
-            folder.mkdir()
-            summary = fill(folder, options)
+        if importlib.util.find_spec("torch") is None:  # the last check needs it: say so before hours of encoding
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        unfinished = out.with_name(f"{out.name}.unfinished")
+        folder = unfinished / out.name
+        unfinished.mkdir(parents=True, exist_ok=True)
+        part, parts = getattr(options, "part", (1, 1))
+        held = lock(unfinished / f"part-{part}-of-{parts}.lock")
+        if not is_saved(unfinished):
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        elif not hasattr(options, "part"):
+            raise ValueError(f"{unfinished} was begun by prepare.py: delete it, or choose another --out")
+        folder.mkdir(exist_ok=True)
+        summary = fill(folder, options)
+        if (folder / "manifest.json").exists():
             if out.exists():
                 out.rmdir()
             os.replace(folder, out)
+            held.close()
+            shutil.rmtree(unfinished, ignore_errors=True)
+        print(summary)
+        return
     except KeyboardInterrupt:
-        sys.exit(f"{script}: stopped; --out is as it was before")
+        problem = "stopped"
     except ImportError as error:  # of a package that few sources need
         package = "backports.zstd" if str(error.name).startswith("backports") else error.name
         can_install = package and package.split(".")[0].removeprefix("_") not in sys.stdlib_module_names
-        sys.exit(f"{script}: {error}" + f": pip install {package}" * bool(can_install))
+        problem = f"{error}" + f": pip install {package}" * bool(can_install)
+    except MemoryError:
+        problem = "out of memory"
     except (ValueError, OSError) as error:
-        sys.exit(f"{script}: {error}")
-    print(summary)
+        problem = str(error)
+    if held and is_saved(unfinished):
+        problem += f"; the same command goes on from {unfinished}" * (str(unfinished) not in problem)
+    elif held:
+        problem += "; --out is as it was before" * (problem == "stopped")
+        held.close()
+        if len(list(unfinished.glob("*.lock"))) == 1:  # no other part runs
+            shutil.rmtree(unfinished)
+    sys.exit(f"{script}: {problem}")
+
+
+def is_saved(unfinished: Path) -> bool:
+    return any(unfinished.glob("part-*/progress.json"))
 
 
 def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: dict) -> str:
@@ -153,8 +226,8 @@ def finish(folder: Path, out: str, origin: dict, tokenizer: Tokenizer, splits: d
     return summarize(out, splits)
 
 
-def check_with_trainer(folder: Path, tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
-    """Load the data set with train_gpt.py; return the tokens of each shard of "train" and "val". Raises ValueError if a shard
+def check_with_trainer(folder: Path, tokenizer: Tokenizer) -> dict[str, dict[Path, int]]:
+    """Load the data set with train_gpt.py; return the tokens in each shard of "train" and "val". Raises ValueError if a shard
     or an id is invalid, or if the bytes that it counts in the validation split are not the decoded_bytes in manifest.json."""
     import train_gpt
     try:
@@ -163,11 +236,12 @@ def check_with_trainer(folder: Path, tokenizer: Tokenizer) -> dict[str, list[np.
         train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
         names = [name for name in ("train", "val") if any(folder.glob(f"*_{name}_[0-9]*.bin"))]
         splits = {name: train_gpt.open_split(config, name) for name in names}
-        for path in splits.get("train", {}):
-            train_gpt.read_shard(path, tokenizer.vocab_size)
+        for path, count in splits.get("train", {}).items():
+            for start in range(0, count, BLOCK_TOKENS):
+                train_gpt.read_shard(path, tokenizer.vocab_size, start, min(BLOCK_TOKENS, count - start))
     except ValueError as error:
         raise ValueError(f"train_gpt.py cannot use this data set: {error}") from None
-    return {name: list(map(map_shard, paths)) for name, paths in splits.items()}
+    return splits
 
 
 def map_shard(path: Path) -> np.ndarray:

@@ -1,7 +1,16 @@
 """The tokenizers: text to ids and back, and the bytes of each id."""
 
+import multiprocessing
+import os
 import re
 import shutil
+import signal
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +29,8 @@ TITLE, CAPITALS, NEXT = OPERATORS = "\ue001\ue002\ue003"
 ESCAPE = "\ue004"
 ESCAPED = dict(zip(OPERATORS + ESCAPE, [ESCAPE + a + b for a in OPERATORS[:2] for b in OPERATORS[:2]]))
 ORIGINAL = {escaped: character for character, escaped in ESCAPED.items()}
-WITH_CAPITAL = re.compile(r" ?(?<![A-Za-z])[a-z]*[A-Z][A-Za-z]*")  # a word of ASCII letters
+WITH_ESCAPED = re.compile(f"[{''.join(ESCAPED)}]")
+WITH_CAPITAL = re.compile(r" ?(?<![A-Za-z])[a-z]*+[A-Z][A-Za-z]*+")  # a word of ASCII letters
 FOLDED = re.compile(f"{'|'.join(ORIGINAL)}|{TITLE} ?[a-z]|{CAPITALS} ?[a-z]+|{NEXT}[a-z]|[{OPERATORS}]")
 
 
@@ -37,7 +47,9 @@ def fold_word(match: re.Match) -> str:
 
 def fold_case(text: str) -> str:
     """Return a text in lower case with operators. `unfold_case` restores the text exactly."""
-    return WITH_CAPITAL.sub(fold_word, text.translate(str.maketrans(ESCAPED)))
+    if WITH_ESCAPED.search(text):  # rare; str.translate costs as much as the rest
+        text = text.translate(str.maketrans(ESCAPED))
+    return WITH_CAPITAL.sub(fold_word, text)
 
 
 def unfold_case(text: str) -> str:
@@ -73,8 +85,9 @@ class Tokenizer:
         """Return the UTF-8 text of a document's ids."""
         return b"".join([self.token_bytes[i] for i in ids.tolist()])
 
-    def count_bytes(self, ids: np.ndarray) -> int:
-        """Return the number of bytes that a document's ids decode to, without those that stand for unknown tokens."""
+    def count_bytes(self, ids: np.ndarray, decoded: bytes | None = None) -> int:
+        """Return the number of bytes that a document's ids decode to, without those that stand for unknown tokens. `decoded` is
+        what `decode` returned, if it is known."""
         return int(self.sizes[ids].sum())
 
     @cached_property
@@ -124,9 +137,10 @@ class SentencePieceTokenizer(Tokenizer):
         text = self.model.decode(ids.tolist())
         return (unfold_case(text) if self.operators else text).encode("utf-8")
 
-    def count_bytes(self, ids: np.ndarray) -> int:
+    def count_bytes(self, ids: np.ndarray, decoded: bytes | None = None) -> int:
         unknown = int(np.count_nonzero(ids == self.unknown))
-        return len(self.decode(ids)) - unknown * len(self.unknown_text)
+        text = self.decode(ids) if decoded is None else decoded
+        return len(text) - unknown * len(self.unknown_text)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -140,8 +154,7 @@ class TiktokenTokenizer(Tokenizer):
             self.token_bytes[encoding.encode_single_token(token)] = token
 
     def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
-        encoded = self.encoding.encode_ordinary_batch(texts, num_threads=threads)
-        return [np.array(ids, dtype=np.uint16) for ids in encoded]
+        return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
 
 class ByteTokenizer(Tokenizer):
@@ -179,3 +192,74 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         if folder:
             shutil.copyfile(spec, tokenizer.file)
     return tokenizer
+
+
+# ---- Encoding in processes ----------------------------------------------------------------------
+
+
+def encode_batch(tokenizer: Tokenizer, batch: list[tuple[str, bytes]]) -> dict[str, tuple[np.ndarray, Counter]]:
+    """Encode documents, given as their split, "train" or "val", and their UTF-8 text. Return the tokens of each split, uint16
+    (N,), with BOS before each document, and counts: documents, bytes and, of "val", decoded_bytes and changed_documents.
+
+    Raises ValueError if a tokenizer other than SentencePiece, which may normalise, changes the validation text."""
+    bos = np.array([tokenizer.bos])
+    tokens = {"train": [], "val": []}
+    counts = {"train": Counter(), "val": Counter()}
+    texts = [raw.decode("utf-8") for _, raw in batch]
+    for (split, raw), text, ids in zip(batch, texts, tokenizer.encode(texts, 1)):
+        tokens[split] += [bos, ids]
+        counts[split].update(documents=1, bytes=len(raw))
+        if split == "val":
+            decoded = tokenizer.decode(ids)
+            if decoded != raw and tokenizer.kind != "sentencepiece":
+                raise ValueError(f"{tokenizer.spec} does not decode to the text that it encoded: {text[:60]!r}")
+            counts[split].update(decoded_bytes=tokenizer.count_bytes(ids, decoded), changed_documents=int(decoded != raw))
+    return {split: (np.concatenate(parts, dtype=np.uint16, casting="unsafe"), counts[split])
+            for split, parts in tokens.items() if parts}
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended in any way, even by kill -9."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def start_process(tokenizer: Tokenizer) -> None:
+    """Prepare a process that encodes. Ctrl-C is for the one that started it, which ends this one by SIGTERM, if need be."""
+    global process_tokenizer
+    process_tokenizer = tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def encode_here(batch: list[tuple[str, bytes]]) -> dict[str, tuple[np.ndarray, Counter]]:
+    return encode_batch(process_tokenizer, batch)
+
+
+def encode_in_order(tokenizer: Tokenizer, batches: Iterator[tuple[object, list]], processes: int) -> Iterator[tuple[object, dict]]:
+    """Yield the mark of each batch, with what encode_batch returns, in the order of the batches. Two batches for each process are
+    read in advance. Raises ValueError as encode_batch does, and if a process dies."""
+    if processes == 1:
+        for mark, batch in batches:
+            yield mark, encode_batch(tokenizer, batch)
+        return
+    # A forked process has the tokenizer at once. It runs none of the libraries whose threads and locks it may have inherited.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(processes, context, start_process, (tokenizer,))
+    waiting = deque()
+    try:
+        for mark, batch in batches:
+            waiting.append((mark, pool.submit(encode_here, batch)))
+            if len(waiting) > 2 * processes:
+                yield waiting[0][0], waiting[0][1].result()
+                waiting.popleft()
+        while waiting:
+            yield waiting[0][0], waiting[0][1].result()
+            waiting.popleft()
+    except BrokenProcessPool:
+        raise ValueError("a process that encodes was killed, perhaps because memory ran out; taskset -c 0 COMMAND needs "
+                         "the least") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+        waiting.clear()  # An exception would hold its future, which holds it, and so the progress bar would end too late.

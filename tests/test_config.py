@@ -5,6 +5,7 @@ import sys
 import types
 
 import pytest
+import shards
 import train_gpt
 from conftest import one_process, run_here, tiny_config
 
@@ -180,3 +181,5 @@ def test_ranks_share_the_cpus_of_a_container(tmp_path, monkeypatch, quota, ranks
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)})
     train_gpt.start_ranks(tiny_config())
     assert chosen == [threads]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert shards.count_cores(file) == int(train_gpt.count_cores(8))  # prepare.py's processes

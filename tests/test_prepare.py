@@ -363,11 +363,15 @@ def test_documents_of_both_splits_are_left_out_of_the_training_split(tmp_path, m
 
 
 @pytest.mark.parametrize("tokenizer", ["sp300", "unigram285", "caseops288", "char"])
-def test_learnt_vocabularies_do_not_depend_on_the_run(tmp_path, monkeypatch, tokenizer):
+def test_learnt_vocabularies_and_shards_do_not_depend_on_the_run_or_its_processes(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(prepare, "SAMPLE_BYTES", 50_000)  # a part of the text, chosen by hash
     texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    made = [make(monkeypatch, tmp_path / str(i) / "set", source, tokenizer=tokenizer) for i in range(2)]
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
+    made = []
+    for processes in (1, 3):
+        monkeypatch.setattr(prepare, "count_cores", lambda processes=processes: processes)
+        made.append(make(monkeypatch, tmp_path / str(processes) / "set", source, tokenizer=tokenizer))
     assert made[0] == made[1]
 
 
