@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["switches", "untied", pytest.param("default", marks=pytest.mark.slow)])
 def test_logits_and_text_are_those_of_the_artifact(folders, name):
-    """Also beyond the context, and if a cache is asked for."""
+    """Also beyond the context, with a cache and without, and by all ways to generate that keep the likeliest token."""
     wanted, folder = folders(name)
     model = load(folder)
     context = model.config.max_position_embeddings
@@ -64,10 +64,15 @@ def test_logits_and_text_are_those_of_the_artifact(folders, name):
         torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=f"{2 * context} tokens are too many"):
         model(tokens.view(1, -1))
-    for use_cache, prompt in ((True, tokens[:1, :context - 20]), (False, tokens.view(1, -1)[:, :context + 7])):
+    for prompt in (tokens[:1, :context - 20], tokens.view(1, -1)[:, :context + 7]):
         text = list(sample.generate(wanted, prompt[0].tolist(), -1, argparse.Namespace(temperature=0, length=40), None))
-        ids = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, use_cache=use_cache)
-        assert ids[0, prompt.size(1):].tolist() == text
+        ways = [{}, dict(use_cache=False), dict(past_key_values=transformers.DynamicCache()), dict(prompt_lookup_num_tokens=2)]
+        chunks = [dict(prefill_chunk_size=5)] * (prompt.size(1) < context)  # Longer prompts are cut at the chunk.
+        for way in ways + chunks:
+            ids = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, **way)
+            assert ids[0, prompt.size(1):].tolist() == text, way
+    beams = [model.generate(prompt, max_new_tokens=12, num_beams=3, do_sample=False, eos_token_id=None, use_cache=use) for use in (0, 1)]
+    assert torch.equal(*beams)
 
 
 def test_uneven_rows_are_read_as_if_each_were_alone(folders):
@@ -108,7 +113,7 @@ def test_what_other_tools_pass_is_taken_or_refused(folders):
     tokens = torch.randint(0, 260, (2, 32))
     wanted = model(tokens, labels=tokens)
     places = torch.arange(32).expand(2, 32)
-    loss, logits = model(tokens, labels=tokens, return_dict=False, use_cache=True, position_ids=places)
+    loss, logits, _ = model(tokens, labels=tokens, return_dict=False, use_cache=True, position_ids=places)
     assert torch.equal(loss, wanted.loss) and torch.equal(logits, wanted.logits)
     for wish in (dict(output_hidden_states=True), dict(position_ids=places.flip(1))):
         with pytest.raises(ValueError, match="hooks of its layers|packed rows are not supported"):

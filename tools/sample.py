@@ -24,6 +24,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of these names
 
+import kv_cache  # noqa: E402
 import train_gpt  # noqa: E402
 from events import check_logs, find_run, limited, newest_first, prepare_output, read_events, read_outline  # noqa: E402
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
@@ -116,10 +117,14 @@ def choose(logits: Tensor, options, generator: torch.Generator) -> int:
 def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator: torch.Generator,
              may_end: Callable[[], bool] = lambda: True) -> Iterator[int]:
     """Yield the tokens that continue `ids` (at least one), until the document ends, which it does not do before `may_end`, or
-    there are `options.length`. Each token reads the text again, at most its last TRAIN_SEQ_LEN tokens."""
-    ids = list(ids)
+    there are `options.length`. At least the last TRAIN_SEQ_LEN / 2 tokens are seen, or all if there are fewer."""
+    ids, first = list(ids), -1
     for _ in range(options.length):
-        x = model.hidden(torch.tensor([ids[-model.config.train_seq_len:]]))[:, -1:]
+        start = kv_cache.window_start(len(ids), model.config.train_seq_len)
+        if start > first:
+            cache = kv_cache.Cache(model.config.train_seq_len)
+            first = read = start
+        x = kv_cache.hidden(model, torch.tensor([ids[read:]]), cache)[:, -1:]
         logits = model.logits(x)[0, 0, :model.config.vocab_size]
         if not may_end():
             logits[bos] = -math.inf
@@ -127,6 +132,7 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
         if token == bos:
             return
         yield token
+        read = len(ids)
         ids.append(token)
 
 

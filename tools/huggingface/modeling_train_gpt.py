@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 except ImportError as error:
     raise ImportError("this model needs transformers 5 or newer: pip install 'transformers>=5'") from error
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .kv_cache import hidden, window_start
 from .train_gpt import GPT, load_config
 
 
@@ -31,18 +32,21 @@ def linear(x: Tensor, *layers: nn.Module, scale: Tensor | None = None) -> Tensor
 
 trainer.linear = linear
 
+
 class TrainGPTConfig(PreTrainedConfig):
     """The trainer's variables that describe the model, under `variables`, and what other tools ask of a model.
 
     Raises ValueError if train_gpt.py does not know a variable, or refuses its value."""
 
     model_type = "train_gpt"
+    keys_to_ignore_at_inference = ["past_key_values"]
 
-    def __init__(self, variables: dict | None = None, **kwargs):
+    def __init__(self, variables: dict | None = None, use_cache: bool = True, **kwargs):
         self.variables = variables or {}
+        self.use_cache = use_cache
         trainer = self.trainer_config()
         super().__init__(**{  # what follows from the variables wins
-            "tie_word_embeddings": False, **kwargs, "use_cache": False,  # the GPT ties its table by itself
+            "tie_word_embeddings": False, **kwargs,  # the GPT ties its table by itself
             "vocab_size": trainer.vocab_size, "hidden_size": trainer.model_dim, "num_hidden_layers": trainer.num_layers,
             "num_attention_heads": trainer.num_heads, "num_key_value_heads": trainer.num_kv_heads,
             "max_position_embeddings": trainer.train_seq_len})
@@ -53,8 +57,7 @@ class TrainGPTConfig(PreTrainedConfig):
 
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """Predicts the next token. There is no cache: each new token reads the text before it again, at most the last tokens
-    that fit into the context, as in sample.py."""
+    """Predicts the next token, with transformers' caches or without."""
 
     config_class = TrainGPTConfig
 
@@ -79,42 +82,66 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.tok_emb
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs) -> dict:
-        """Return the arguments of `forward` for the next token of the rows that generate() has so far, without the others,
-        such as a cache."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
+    def prepare_inputs_for_generation(self, input_ids: Tensor, next_sequence_length: int | None = None,
+                                      past_key_values: Cache | None = None, attention_mask: Tensor | None = None,
+                                      cache_position: Tensor | None = None, use_cache: bool | None = None, **kwargs) -> dict:
+        """Return the arguments of `forward` for the next token of the rows that generate() has so far. next_sequence_length, or in
+        older versions the length of cache_position, is the number of new tokens. Rows that outgrow the context are read from
+        window_start on, then into a new cache."""
+        context = self.config.max_position_embeddings
+        if past_key_values is None:
+            input_ids = input_ids[:, window_start(input_ids.size(1), context):]
+        else:
+            if next_sequence_length is None:
+                next_sequence_length = input_ids.size(1) if cache_position is None else len(cache_position)
+            first = getattr(past_key_values, "first_token", 0)  # where in the rows the cache begins
+            length = first + past_key_values.get_seq_length() + next_sequence_length
+            start = window_start(length, context)
+            if start == first and next_sequence_length > 0:
+                input_ids = input_ids[:, -next_sequence_length:]
+            else:
+                input_ids = input_ids[:, start - length:]
+                past_key_values = DynamicCache()
+                past_key_values.first_token = length - input_ids.size(1)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values,
+                "use_cache": use_cache, "logits_to_keep": 1}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
                 logits_to_keep: int = 0, return_dict: bool = True, use_cache: bool | None = None,
                 position_ids: Tensor | None = None, output_hidden_states: bool | None = None,
-                output_attentions: bool | None = None) -> CausalLMOutput | tuple:
+                output_attentions: bool | None = None,
+                past_key_values: Cache | None = None) -> CausalLMOutputWithPast | tuple:
         """Score the next tokens of rows. The logits are float32 (B, T or N, V), 0 for padding on the left.
 
-        input_ids: int64 (B, T). attention_mask: (B, T), 0 for padding; the GPT has no mask, so rows with padding on the
-        left are read one by one, without it. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the
-        loss is in nats a token. logits_to_keep: only the last N logits; 0: all. If it is 1, rows may be longer than the
-        context, whose last tokens are read. return_dict: False for a tuple. use_cache is taken and ignored, since there is no
-        cache. Raises ValueError for rows that are too long, for positions that do not count from 0, and for outputs that
-        this model does not have."""
+        input_ids: int64 (B, T), those that follow the tokens in past_key_values. attention_mask: (B, tokens in the cache + T),
+        0 for padding on the left. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the loss is in nats a
+        token. logits_to_keep: only the last N logits; 0: all. return_dict: False for a tuple. use_cache: return
+        past_key_values; None: as the config says. Raises ValueError for rows that are too long, for positions that do not
+        count on, and for outputs that this model does not have."""
         if output_hidden_states or output_attentions:
             raise ValueError("this model returns neither hidden states nor attentions: use hooks of its layers")
-        counted = torch.arange(input_ids.size(1), device=input_ids.device)
+        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        length = past + input_ids.size(1)
+        counted = torch.arange(past, length, device=input_ids.device)
         if position_ids is not None and attention_mask is None and not (position_ids == counted).all():
             raise ValueError("position_ids must be 0, 1, 2, ...: packed rows are not supported")
-        context, length = self.config.max_position_embeddings, input_ids.size(1)
-        if length > context and logits_to_keep != 1:
+        context = self.config.max_position_embeddings
+        if length > context:
             raise ValueError(f"{length} tokens are too many: the model was trained with rows of {context}")
         self.gpt.compute_dtype = self.gpt.skip_weights.dtype
-        rows = [input_ids]
+        is_text = None
         if attention_mask is not None and not attention_mask[:, 0].all():
-            padding = (attention_mask.cumsum(1) == 0).sum(1).tolist()
-            rows = [row[None, count:] for row, count in zip(input_ids, padding)]
-        parts = [self.gpt.hidden(row[:, -context:])[:, -logits_to_keep:] for row in rows]
-        kept = min(logits_to_keep or length, length)
-        x = torch.cat([F.pad(part, (0, 0, kept - part.size(1), 0)) for part in parts])
-        logits = self.gpt.logits(x)[..., :self.config.vocab_size]
+            is_text = attention_mask.cumsum(1)[:, -length:] > 0
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and (use_cache or is_text is not None):
+            past_key_values = DynamicCache()
+        if past_key_values is None:
+            x = self.gpt.hidden(input_ids)
+        else:
+            x = hidden(self.gpt, input_ids, past_key_values, is_text)
+        logits = self.gpt.logits(x[:, -logits_to_keep:])[..., :self.config.vocab_size]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        output = CausalLMOutput(loss=loss, logits=logits)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
         return output if return_dict is not False else output.to_tuple()
