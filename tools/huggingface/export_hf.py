@@ -3,14 +3,16 @@
     python tools/huggingface/export_hf.py RUN_ID huggingface/
     python tools/huggingface/export_hf.py final_model.pt huggingface/ NUM_LAYERS=4 ...    with all settings of its training
 
-The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself and three
-short files that let transformers (5.0 or newer) use them. The script then loads the folder and compares its logits.
+The folder has the weights in float32, the trainer's settings in config.json, the tokenizer, train_gpt.py itself and four
+short files that let transformers (5.0 or newer) use them, and README.md, a model card. The script then loads the folder and
+compares its logits.
 """
 
 import argparse
 import json
 import shutil
 import sys
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,20 +21,71 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from events import prepare_output  # noqa: E402
+from events import find_run, prepare_output, read_outline  # noqa: E402
 from sample import ROOT, find_model, find_tokenizer, load, train_gpt  # noqa: E402
 from tokenization import Tokenizer  # noqa: E402
 
 CODE = ["LICENSE", "train_gpt.py", "data/tokenization.py", "tools/kv_cache.py",
         "tools/huggingface/modeling_train_gpt.py", "tools/huggingface/tokenization_train_gpt.py"]
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A language model with {parameters:,} parameters, trained with `train_gpt.py`, which is in this folder.
+
+| | |
+|---|---|
+| score | {score} |
+| context | {context:,} tokens |
+| vocabulary | {vocabulary:,} tokens |
+
+## Use
+
+    pip install 'transformers>=5' safetensors{package}
+
+With the path of this folder, or OWNER/NAME if it has been uploaded:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+ids = tokenizer("Fellow citizens,", return_tensors="pt")
+text = model.generate(**ids, max_new_tokens=64, do_sample=True, top_p=0.95)[0]
+print(tokenizer.decode(text, skip_special_tokens=True))
+```
+
+`trust_remote_code=True` runs the Python files of this folder.
+
+## Licence
+
+`LICENSE` is that of the Python files. It does not cover the weights and the tokenizer: their licence is for whoever trained the
+model to choose, and may depend on the training text.
+"""
 
 
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a folder for transformers. Raises ValueError if it is not empty, and OSError."""
+def find_score(path: Path, name: str) -> str:
+    """Return the score of the artifact `path`, from the log of the run `name` or of the folder that it is in, with what it was
+    measured on; without such a log, that it is not known."""
+    for log in (find_run(name), Path(f"{path.resolve().parent}.jsonl")):
+        latest = {event["event"]: event for event in read_outline(log)} if log and log.is_file() else {}
+        is_its_log = latest.get("export", {}).get("artifact_sha256") == sha256(path.read_bytes()).hexdigest()
+        if is_its_log and latest.get("final", {}).get("val_bpb"):
+            start = latest["config"]
+            return (f"{latest['final']['val_bpb']:.4f} bits per byte of the validation text of "
+                    f"`{Path(start['config']['DATA_PATH']).name}`, {start['val_tokens']:,} tokens")
+    return "not known: the model was exported without the log of its training"
+
+
+def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path, score: str = "not known") -> None:
+    """Write a folder for transformers; its model card names the score. Raises ValueError if it is not empty, and OSError."""
     from safetensors.torch import save
     config = model.config
     if folder.exists() and any(folder.iterdir()):
@@ -44,6 +97,11 @@ def write_folder(model: train_gpt.GPT, tokenizer: Tokenizer, folder: Path) -> No
     if tokenizer.file:
         name = "tokenizer.model"
         shutil.copyfile(tokenizer.file, folder / name)
+    package = {"sentencepiece": " sentencepiece", "tiktoken": " tiktoken"}.get(tokenizer.kind, "")
+    parameters = sum(p.numel() for p in model.parameters())
+    (folder / "README.md").write_text(CARD.format(
+        name=folder.resolve().name, parameters=parameters, score=score, context=config.train_seq_len,
+        vocabulary=config.vocab_size, package=package), encoding="utf-8")
     boundary = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos}
     variables = {variable: getattr(config, variable.lower()) for variable in train_gpt.STORED} | {"TOKENIZER_PATH": name}
     write_json(folder / "config.json", {  # transformers serve looks for the architecture among transformers' own names
@@ -84,7 +142,8 @@ def main() -> None:
             raise ValueError(f"{' and '.join(missing)} must be installed: pip install safetensors 'transformers>=5'")
         if int(version("transformers").split(".")[0]) < 5:
             raise ValueError(f"transformers {version('transformers')} is too old: pip install 'transformers>=5'")
-        write_folder(model, find_tokenizer(model, path, options.tokenizer), options.folder)
+        tokenizer = find_tokenizer(model, path, options.tokenizer)
+        write_folder(model, tokenizer, options.folder, find_score(path, options.model))
         try:
             difference = compare(model, options.folder)
         except Exception as error:  # of any part of transformers; the folder was empty before

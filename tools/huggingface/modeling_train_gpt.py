@@ -89,6 +89,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         older versions the length of cache_position, is the number of new tokens. Rows that outgrow the context are read from
         window_start on, then into a new cache."""
         context = self.config.max_position_embeddings
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
         if past_key_values is None:
             input_ids = input_ids[:, window_start(input_ids.size(1), context):]
         else:
