@@ -120,9 +120,10 @@ def test_what_other_tools_pass_is_taken_or_refused(folders):
         with pytest.raises(ValueError, match="hooks of its layers|packed rows are not supported"):
             model(tokens, **wish)
     called, plain = [], model.gpt.blocks[0].mlp.fc
-    plain.register_forward_hook(lambda *_: called.append(1))
+    for layer in (plain, model.gpt.blocks[0].mlp, model.gpt.blocks[0].attn, model.gpt.blocks[0], model.gpt.tok_emb):
+        layer.register_forward_hook(lambda layer, *_: called.append(type(layer).__name__))
     torch.testing.assert_close(model(tokens).logits, wanted.logits, rtol=0, atol=1e-4)
-    assert called
+    assert called == ["Embedding", "Attention", "Linear", "MLP", called[-1]]
     called.clear()
     model.gpt.blocks[0].mlp.fc = torch.nn.Sequential(plain, torch.nn.Tanh())  # has neither weight nor gram
     assert not torch.equal(model(tokens).logits, wanted.logits) and called
@@ -170,6 +171,8 @@ def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["export_hf.py", f"{folders('switches')[1]}.ptz", str(tmp_path / "out")])
     export_hf.main()
     assert "read back by transformers, its logits differ by" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| score | not known" in card and "license:" not in card and "from_pretrained(\"out\"," in card
     with pytest.raises(SystemExit, match="is not empty"):
         export_hf.main()
     sys.argv[2] = str(tmp_path / "new")

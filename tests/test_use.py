@@ -14,9 +14,11 @@ from pathlib import Path
 
 import events
 import export_hf
+import kv_cache
 import pytest
 import sample
 import torch
+import torch.nn.functional as F
 import train_gpt
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments, tiny_config
 from prepare import learn_vocabulary
@@ -167,13 +169,38 @@ def test_tokens_are_drawn_as_the_options_say(changes, wanted):
     assert {token for token in range(4) if not wanted[token]}.isdisjoint(drawn)
 
 
+@pytest.mark.parametrize("changes", [
+    dict(num_layers=1), dict(num_layers=5, num_heads=4, tie_embeddings=False, vocab_pad=64, logit_softcap=5.0), dict(attn="tiled"),
+    *({name: value} for name, value in SWITCHES.items()), SWITCHES, dict(SWITCHES, lanes=0, num_heads=4, num_kv_heads=2),
+    dict(dtype="bfloat16"), dict(SWITCHES, dtype="bfloat16")], ids=lambda changes: "-".join(changes))
+@pytest.mark.parametrize("is_padded", [False, True])
+@torch.inference_mode()
+def test_a_cache_changes_no_logit(changes, is_padded):
+    """However many tokens come at once, and behind the padding of a shorter row, where logits are 0."""
+    model = trained_like(tiny_config(**changes))
+    tokens = torch.randint(0, 260, (2, 32))
+    mask = torch.arange(32).expand(2, 32) >= torch.tensor([[7], [0]]) if is_padded else None
+    cache, parts = kv_cache.Cache(32), []
+    for part in tokens.split([5, 1, 1, 4, 1, 20], 1):
+        seen = cache.get_seq_length() + part.size(1)
+        parts.append(model.logits(kv_cache.hidden(model, part, cache, mask[:, :seen] if is_padded else None)))
+    found = torch.cat(parts, 1)
+    wanted = model.logits(model.hidden(tokens))
+    if is_padded:
+        wanted[0] = F.pad(model.logits(model.hidden(tokens[:1, 7:])), (0, 0, 7, 0))
+    tolerance = dict(rtol=0, atol=0.1 if changes.get("dtype") == "bfloat16" else 1e-4)
+    torch.testing.assert_close(found, wanted, **tolerance)
+    assert torch.equal(model.logits(model.hidden(tokens))[1], wanted[1])  # The model is as it was.
+
+
 def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
     model = trained_like(tiny_config(**SWITCHES))
     options = argparse.Namespace(temperature=1, top_k=0, top_p=1, length=60)
     generators = [torch.Generator().manual_seed(1) for _ in range(3)]
     ids = [10, 11, 12]
     for token in sample.generate(model, ids, -1, options, generators[0]):
-        logits = model.logits(model.hidden(torch.tensor([ids[16 * (len(ids) > 32) + 16 * (len(ids) > 48):]])))[0, -1]
+        start = 16 * (len(ids) > 32) + 16 * (len(ids) > 48)  # the window moves by half a context of 32
+        logits = model.logits(model.hidden(torch.tensor([ids[start:]])))[0, -1]
         assert token == sample.choose(logits, options, generators[1])
         ids.append(token)
     assert len(ids) == 63
@@ -197,6 +224,19 @@ def test_a_sample_without_a_prompt_is_not_empty(trained, capsys, temperature):
     for prompt, least, most in (("", 80, 90), ("fox", 3, 3)):
         sample.write_sample(model, tokenizer, prompt, options, torch.Generator().manual_seed(1))
         assert least <= len("".join(capsys.readouterr().out.split())) <= most
+
+
+def test_text_is_shown_as_it_comes_and_characters_when_they_are_whole(monkeypatch, capsys):
+    shown = []
+
+    def tokens(*_):
+        for byte in "aé🙂".encode() + b"\xff" + b"b\xe2":
+            shown.append(capsys.readouterr().out)
+            yield 4 + byte
+
+    monkeypatch.setattr(sample, "generate", tokens)
+    sample.write_sample(None, sample.load_tokenizer("byte260"), "the ", None, None)
+    assert [*shown, capsys.readouterr().out] == ["the ", "a", "", "é", "", "", "", "🙂", "", "\ufffdb", "\ufffd\n\n"]
 
 
 def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, call):

@@ -85,9 +85,9 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, next_sequence_length: int | None = None,
                                       past_key_values: Cache | None = None, attention_mask: Tensor | None = None,
                                       cache_position: Tensor | None = None, use_cache: bool | None = None, **kwargs) -> dict:
-        """Return the arguments of `forward` for the next token of the rows that generate() has so far. next_sequence_length, or in
-        older versions the length of cache_position, is the number of new tokens. Rows that outgrow the context are read from
-        window_start on, then into a new cache."""
+        """Return the arguments of `forward` for the next token of the rows that generate() has so far. The number of new tokens is
+        next_sequence_length, or in older versions the length of cache_position, or that of input_ids. Rows longer than the
+        context are read from window_start on; when that moves, into a new cache."""
         context = self.config.max_position_embeddings
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
@@ -119,14 +119,14 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         0 for padding on the left. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the loss is in nats a
         token. logits_to_keep: only the last N logits; 0: all. return_dict: False for a tuple. use_cache: return
         past_key_values; None: as the config says. Raises ValueError for rows that are too long, for positions that do not
-        count on, and for outputs that this model does not have."""
+        follow those in the cache, and for outputs that this model does not have."""
         if output_hidden_states or output_attentions:
             raise ValueError("this model returns neither hidden states nor attentions: use hooks of its layers")
         past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         length = past + input_ids.size(1)
         counted = torch.arange(past, length, device=input_ids.device)
         if position_ids is not None and attention_mask is None and not (position_ids == counted).all():
-            raise ValueError("position_ids must be 0, 1, 2, ...: packed rows are not supported")
+            raise ValueError(f"position_ids must count up from {past}: packed rows are not supported")
         context = self.config.max_position_embeddings
         if length > context:
             raise ValueError(f"{length} tokens are too many: the model was trained with rows of {context}")
@@ -135,15 +135,13 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and not attention_mask[:, 0].all():
             is_text = attention_mask.cumsum(1)[:, -length:] > 0
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if past_key_values is None and (use_cache or is_text is not None):
-            past_key_values = DynamicCache()
-        if past_key_values is None:
-            x = self.gpt.hidden(input_ids)
-        else:
-            x = hidden(self.gpt, input_ids, past_key_values, is_text)
+        cache = past_key_values
+        if cache is None and (use_cache or is_text is not None):
+            cache = DynamicCache()
+        x = self.gpt.hidden(input_ids) if cache is None else hidden(self.gpt, input_ids, cache, is_text)
         logits = self.gpt.logits(x[:, -logits_to_keep:])[..., :self.config.vocab_size]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values if use_cache else None)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
         return output if return_dict is not False else output.to_tuple()
