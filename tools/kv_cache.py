@@ -111,7 +111,7 @@ class Reader:
         k, kept = self.cache.update(k, torch.cat((v, *self.columns), -1), layer)
         self.columns = []
         tokens = self.past + self.count  # Caches of a fixed size return more.
-        y = self.softmax(q, k[:, :, :tokens], kept[:, :, :tokens, :v.size(3)], config.attn)
+        y = self.attention(q, k[:, :, :tokens], kept[:, :, :tokens, :v.size(3)], config.attn)
         y = y.transpose(1, 2)
         if config.exclusive_attn:
             y = self.trainer.remove_own_value(y, own)
@@ -119,11 +119,11 @@ class Reader:
         return F.pad(y, (0, 0, rows - self.count, 0))
 
     def feed(self, mlp: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
-        """The trainer's MLP.forward. For a few tokens, it is faster to scale the outputs than the weights."""
+        """The trainer's MLP.forward, but the outputs are scaled, not the weights: that is faster for a few tokens."""
         return mlp.forward(x, None) * scale.to(x.dtype)
 
-    def softmax(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
-        """Attention of q (B, H, T, C) to k, v (B, K, all tokens so far, C)."""
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+        """The trainer's causal_attention of q (B, H, T, C) to k, v (B, K, all tokens so far, C)."""
         if self.past == 0 and self.visible is None:
             return self.trainer.causal_attention(q, k, v, kernel)
         group = q.size(1) // k.size(1)
@@ -136,6 +136,7 @@ def hidden(gpt: nn.Module, tokens: Tensor, cache, mask: Tensor | None = None) ->
     """Return gpt.hidden (B, T, D) of tokens (B, T) that follow those in the cache, a Cache or one of transformers', and append
     them to it. mask: see Reader. There must be at most TRAIN_SEQ_LEN tokens in all."""
     reader = Reader(gpt, cache, tokens.size(1), mask)
+    # The model's own modules stay as they are: others may be using them.
     blocks = nn.ModuleList(
         twin(block, attn=twin(block.attn, forward=partial(reader.attend, block.attn, layer)),
              mlp=twin(block.mlp, forward=partial(reader.feed, block.mlp)))
