@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -144,14 +145,27 @@ def lock(path: Path, wait: bool = False):
     return file
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP do what Ctrl-C does, unless nohup ignores them. Then they are as before, for notebooks."""
+    numbers = [signal.Signals[name] for name in {"SIGTERM", "SIGHUP"} & set(signal.Signals.__members__)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@ended_by_signals()
 def write_dataset(script: str, fill: Callable, options) -> None:
     """Create the folder options.out by fill(folder, options) and print the summary that it returns.
 
     The folder is OUT.unfinished/NAME until it has a manifest. If that fails, ends the program with the script's name and the
     reason. OUT.unfinished is then deleted, unless prepare.py has saved there what the same command can use."""
-    for name in {"SIGTERM", "SIGHUP"} & set(signal.Signals.__members__):  # so that they end it as Ctrl-C does
-        if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN:  # nohup ignores one
-            signal.signal(signal.Signals[name], signal.default_int_handler)
     held = None
     try:
         out = Path(options.out).resolve()

@@ -32,6 +32,8 @@ RISE, GAP = 0.01, 1.0  # nats: of the validation loss above its lowest, and abov
 def prepare_output(ends_with_reader: bool = True) -> None:
     """Let output have any file name, with escapes for what the terminal does not have, and if `ends_with_reader`, let this process
     end without a message where `| head` has read enough. That is not for processes that others depend on."""
+    if not hasattr(sys.stdout, "reconfigure"):  # in a notebook, whose process goes on
+        return
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     if ends_with_reader and hasattr(signal, "SIGPIPE"):

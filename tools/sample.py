@@ -186,7 +186,6 @@ def main() -> None:
         parser.error("--prompt is not UTF-8, which this terminal should write")
     if options.top_p == 0:
         parser.error("--top-p 0 keeps no token; --temperature 0 takes the likeliest")
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have all characters
     try:
         path = find_model(options.model)
         if not options.model:
@@ -204,5 +203,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     prepare_output()
-    sys.stdin.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):  # A terminal may not have all characters; a notebook's streams have them.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     main()
