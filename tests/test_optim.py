@@ -158,6 +158,23 @@ def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training
     assert len(losses) == 2 or losses[3] == pytest.approx(losses[2], rel=1e-3)
 
 
+@pytest.mark.parametrize(("kind", "val_batch", "graphs"), [("1", 4096, 1), ("1", 1024, 2), ("blocks", 1024, 6)])
+def test_calibration_and_export_make_no_graph_again(tmp_path, monkeypatch, kind, val_batch, graphs):
+    """With every switch of the model. Smaller batches of validation need graphs without gradients: twice as many. Dynamo makes
+    and guards them as for a GPU; what it cannot trace is an error. No kernels are compiled, which takes long."""
+    made, export, compiled = [], train_gpt.export, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda part, **options: compiled(part, backend="eager", **options))
+    monkeypatch.setattr(train_gpt, "choose_attention", lambda *_: "math")
+    monkeypatch.setattr(train_gpt, "export", lambda *arguments: (
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]), export(*arguments)))
+    torch._dynamo.utils.counters.clear()
+    run_here(monkeypatch, tmp_path, *tiny_arguments(
+        make_shards(tmp_path), COMPILE=kind, VAL_BATCH_SIZE=val_batch, ITERATIONS=3, GPTQ_BATCHES=1, EXPORT_BITS=6, EVAL_STRIDE=32,
+        INT8_KEEP_FLOAT_MAX_NUMEL=256, LANES=1, SMEAR=1, SHIFT_KEYS=1, EXCLUSIVE_ATTN=1, MLP_SLOPE=0.5, ROPE_DIMS=8, DROPOUT=0.1))
+    made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert made == [graphs, graphs]
+
+
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_an_overflow_of_one_optimizer_does_not_reach_the_other(clip):
     """float16: the table's gradient overflows; the matrices stay finite."""
