@@ -1,6 +1,7 @@
 """Read new tokens of a text without reading the text again: keys and values are kept, as in transformers.
 
-The model is the GPT of train_gpt.py. Only its attention is written again here: all else is the trainer's own code and weights.
+The model is the GPT of train_gpt.py, its code and its weights. Only Attention.forward is written again, in Reader.attend: a change
+of one must be made in the other.
 """
 
 import copy
@@ -97,9 +98,9 @@ class Reader:
         return x if self.gpt.smear is None else self.behind(x, 0)
 
     def attend(self, attn: nn.Module, layer: int, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
-        """The trainer's Attention.forward with the cache. Of x (B, T or 1 + T, D), the token before gets zeros."""
+        """The trainer's Attention.forward of x (B, T or 1 + T, D) with the cache. The token before, which is done, gets zeros."""
         rms_norm, rotate, linear = self.trainer.rms_norm, self.trainer.rotate, self.trainer.linear
-        config, rows = attn.config, x.size(1)
+        config = attn.config
         layers = zip((attn.c_q, attn.c_k, attn.c_v), attn.heads)
         q, k, v = (linear(x[:, -self.count:], c).unflatten(-1, (heads, -1)) for c, heads in layers)
         own = v
@@ -116,11 +117,12 @@ class Reader:
         if config.exclusive_attn:
             y = self.trainer.remove_own_value(y, own)
         y = linear(y.flatten(2), attn.proj) * scale.to(y.dtype)
-        return F.pad(y, (0, 0, rows - self.count, 0))
+        return F.pad(y, (0, 0, x.size(1) - self.count, 0))
 
     def feed(self, mlp: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
         """The trainer's MLP.forward, but the outputs are scaled, not the weights: that is faster for a few tokens."""
-        return mlp.forward(x, None) * scale.to(x.dtype)
+        y = mlp.forward(x[:, -self.count:], None) * scale.to(x.dtype)
+        return F.pad(y, (0, 0, x.size(1) - self.count, 0))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
         """The trainer's causal_attention of q (B, H, T, C) to k, v (B, K, all tokens so far, C)."""
