@@ -61,7 +61,8 @@ def test_logits_and_text_are_those_of_the_artifact(folders, name):
     tokens = torch.randint(5, 260, (2, context), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         logits = wanted.logits(wanted.hidden(tokens))[..., :model.config.vocab_size]
-        torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match=f"{2 * context} tokens are too many"):
         model(tokens.view(1, -1))
     for prompt in (tokens[:1, :context - 20], tokens.view(1, -1)[:, :context + 7]):
