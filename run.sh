@@ -16,7 +16,7 @@ fi
 
 # Of other programs: modules with the names of ours, another Python's library, another place for pip to install into.
 unset PYTHONPATH PYTHONSAFEPATH PYTHONHOME PYTHONPLATLIBDIR __PYVENV_LAUNCHER__ PIP_USER PIP_TARGET PIP_PREFIX
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}  # after Ctrl-C or a failed rank; torchrun: 30 s
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # seconds to save a checkpoint; torchrun allows 30
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # skip PyTorch's trial builds: 10 s at the first start
 # What is compiled is kept here, since /tmp is empty after a reboot; one folder for each kind of CPU that shares this one.
 cpu=$( (grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m) | cksum | cut -d' ' -f1)
