@@ -836,7 +836,7 @@ def set_aside(*paths: Path):
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        print(f"{path} exists and becomes {aside.name}", file=sys.stderr)
+        warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
@@ -860,7 +860,7 @@ class RunLog:
             try:
                 print(text, file=file, flush=True)
             except (OSError, ValueError) as error:  # full, closed, or of another encoding
-                print(f"{getattr(file, 'name', '')}: a line is missing: {error}", file=sys.stderr)
+                warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
         """Write values to the .jsonl and, formatted by `text`, a line to the console and .txt."""
@@ -1122,7 +1122,6 @@ def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight")}
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
-    # On MPS with gradients, as in Validation.score.
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
         for inputs, targets in sum(steps, []):
             model(inputs, targets)
@@ -1165,7 +1164,7 @@ def resume(trainer, loader, state: dict):
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
         require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
         changed = [n for n, value in loader.about.items() if state.get(n, value) != value]
-        require(not changed, f"{', '.join(changed)} changed: by DATA_PATH or GRAD_ACCUM_STEPS")
+        require(not changed, f"{', '.join(changed)} changed: by data, ranks or GRAD_ACCUM_STEPS")
         trainer.load_state_dict(state)
     except Exception as error:  # Hostile or damaged files fail in many ways.
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
@@ -1408,7 +1407,8 @@ def compile_model(trainer, loader):
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        raise ValueError(f"COMPILE={config.compile} failed: {error!r:.400}; try 0") from None
+        reason = str(error).partition("Output:")[2] or repr(error)  # what a C++ compiler says
+        raise ValueError(f"COMPILE={config.compile} failed: {reason:.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
@@ -1435,7 +1435,7 @@ def run(config, overrides: dict, source: str) -> int:
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for f in fields(config)
-                if f.type is not str or f.metadata["choices"]]  # neither paths nor RUN_ID
+                if f.type is not str or f.metadata["kind"] != "run"]  # Paths and RUN_ID may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
@@ -1452,7 +1452,7 @@ def run(config, overrides: dict, source: str) -> int:
         log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
     elif config.resume:
-        log.line(f"RESUME=auto finds no checkpoint in {config.out_dir}; starting at step 0")
+        log.line("RESUME=auto finds no checkpoint; starting at step 0")
     for path in list_checkpoints(config):
         if log.files and config.iterations and path.name > f"{config.run_id}_{clock.step:08d}.pt":
             set_aside(path)  # else RESUME=auto would continue that earlier run

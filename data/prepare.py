@@ -361,7 +361,7 @@ def prepare(folder: Path, options) -> str:
     choose_by_hash(options)
     command = {"version": VERSION, "SOURCE": [Path(source).name for source in options.sources], "text": files,
                "--tokenizer": Path(name).name, "--part": f"of {progress.parts}"}
-    for option in ("text_key", "separator", "encoding", "skip_bad", "max_docs", "val_file", "val_docs", "val_fraction"):
+    for option in ("text_key", "separator", "encoding", "max_docs", "val_file", "val_docs", "val_fraction"):
         command[f"--{option.replace('_', '-')}"] = getattr(options, option)
     progress.compare(command)
     reader = Reader(options)

@@ -407,7 +407,10 @@ def hub_documents(source: str, reader) -> Iterator[tuple[object, str]]:
         for other in datasets.get_dataset_split_names(f"{owner}/{repository}", configuration or None):
             if split_of(other) == "val" and not split and not reader.options.val_file:
                 reader.hints.append(f"{source} has a validation split: --val-file {source}:{other} scores on it")
-    stream = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
+    try:
+        stream = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
+    except RuntimeError as error:  # such as a data set that is a script, which datasets no longer runs
+        raise ValueError(f"{source} cannot be read: {error}") from None
     return row_documents(f"{source}, row", enumerate(connected_rows(stream, source), 1), reader.options.text_key)
 
 
@@ -553,7 +556,7 @@ class Reader:
                 continue
             walked.add(os.path.realpath(place))
             self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(".unfinished")]
             for file in (Path(place, name) for name in names if not name.startswith(".")):
                 if reason := self.why_skipped(file):
                     self.skipped[reason] += 1

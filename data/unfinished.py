@@ -52,7 +52,7 @@ class Progress:
     def compare(self, command: dict) -> None:
         """Set the command. Raises ValueError if a part that was saved has other values."""
         for path in sorted(self.parent.glob("part-*/progress.json")):
-            saved = self.read(path.parent)["command"]
+            saved = self.read(path.parent).get("command", {})  # none if another part has just joined all and removed this
             for name, value in command.items():
                 if saved.get(name, value) != value:
                     raise ValueError(f"{path.parent} was begun with {name} {saved[name]!r}, but now it is {value!r}; go on with "

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import OrderedDict
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from conftest import (  # first: it finds the trainer
     REPOSITORY, events, make_shards, one_process, run_here, run_trainer, tiny_arguments, tiny_config, write_shard)
 import train_gpt
 
+SHOW_WARNING = warnings.showwarning  # Python's own, before pytest's
 DISK_IS_FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
@@ -171,7 +173,7 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     refused("its step is beyond ITERATIONS", ITERATIONS=2)
     other = make_shards(tmp_path)
     write_shard(other / "tiny_train_000002.bin", np.arange(256) % 256)
-    refused("does not fit this run: training_tokens, text_sha256 changed: by DATA_PATH or GRAD_ACCUM_STEPS", data=other)
+    refused("does not fit this run: training_tokens, text_sha256 changed: by data, ranks or GRAD_ACCUM_STEPS", data=other)
     assert {path: path.read_bytes() for path in checkpointed.rglob("*.*")} == before  # also the finished run's log
     state = torch.load(path)
     state["config"]["no_such_switch"] = True  # of a script that has one more
@@ -327,7 +329,7 @@ def test_an_earlier_run_of_the_same_name_is_neither_resumed_nor_deleted(tmp_path
 
 def test_a_resume_says_what_it_finds_and_removes_what_a_kill_left(tmp_path, monkeypatch, data, capsys):
     tiny_run(monkeypatch, tmp_path, data, RESUME="auto", CHECKPOINT_EVERY=3)
-    assert "RESUME=auto finds no checkpoint in ." in capsys.readouterr().out
+    assert "RESUME=auto finds no checkpoint; starting at step 0" in capsys.readouterr().out
     left = tmp_path / "checkpoints" / "run_00000007.pt.tmp"
     left.write_bytes(b"half")
     tiny_run(monkeypatch, tmp_path, data, RESUME="auto", CHECKPOINT_EVERY=3, ITERATIONS=12)
@@ -341,12 +343,12 @@ def test_other_text_of_the_same_size_is_noticed(checkpointed, tmp_path, monkeypa
     content = bytearray(path.read_bytes())
     content[-2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(SystemExit, match="does not fit this run: text_sha256 changed: by DATA_PATH"):
+    with pytest.raises(SystemExit, match="does not fit this run: text_sha256 changed: by data"):
         tiny_run(monkeypatch, checkpointed, other, RESUME=checkpoints(checkpointed)[0])
 
 
 def test_spans_that_move_are_noticed(checkpointed, monkeypatch, data):
-    with pytest.raises(SystemExit, match="does not fit this run: pieces changed: by DATA_PATH or GRAD_ACCUM_STEPS"):
+    with pytest.raises(SystemExit, match="does not fit this run: pieces changed: by data, ranks or GRAD_ACCUM_STEPS"):
         tiny_run(monkeypatch, checkpointed, data, RESUME=checkpoints(checkpointed)[0], GRAD_ACCUM_STEPS=2)
 
 
@@ -475,16 +477,23 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     assert artifacts(tmp_path) == artifacts(whole)
 
 
-def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch, capsys):
-    """A full disk, a console that was closed, one that has no name or cannot show a letter."""
+def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
+    """A full disk, a console that was closed with its stderr, one that has no name or cannot show a letter."""
     monkeypatch.chdir(tmp_path)
     log = train_gpt.RunLog("run", "", is_main=True)
+    closed = Mock(spec=["write"], write=Mock(side_effect=ValueError("closed")))
     with open("logs/run.txt", encoding="utf-8") as unwritable, open("ascii", "w", encoding="ascii") as narrow:
-        log.files = (unwritable, narrow, Mock(spec=["write"], write=Mock(side_effect=ValueError("closed"))))
-        log.event("train", "step:1/9 \xe9", step=1)
-    errors = capsys.readouterr().err
-    assert all(text in errors for text in ("logs/run.txt: a line is missing: not writable", "ascii: a line", ": closed"))
-    assert events(tmp_path, "run")[0]["step"] == 1
+        for file, reason in ((unwritable, "logs/run.txt: line missing: not writable"), (narrow, "ascii: line"), (closed, ": closed")):
+            log.files = (file,)
+            with pytest.warns(UserWarning, match=reason):
+                log.line("step:1/9 \xe9")
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("always")
+            patch.setattr(warnings, "showwarning", SHOW_WARNING)
+            patch.setattr(sys, "stderr", Mock(spec=["write"], write=Mock(side_effect=BrokenPipeError)))
+            log.event("train", "step:1/9", step=1)
+            train_gpt.write_whole(train_gpt.Path(tmp_path, "ascii"), b"new")
+    assert events(tmp_path, "run")[0]["step"] == 1 and (tmp_path / "ascii").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("setting", ["COMPILE=auto", pytest.param("COMPILE=1", marks=pytest.mark.slow)])

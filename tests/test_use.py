@@ -96,7 +96,7 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     assert sample.find_model("old").parent.name == "old"  # a copied folder has no log
     log = (folder / "logs" / "run.jsonl").read_text()
     (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
-    with pytest.raises(ValueError, match="is the model of a later run with the same OUT_DIR, not of new"):
+    with pytest.raises(ValueError, match="is the model of another run, not of new"):
         sample.find_model("new")
     (tmp_path / "logs" / "last.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "elsewhere"'))
     (tmp_path / "elsewhere").mkdir()

@@ -56,8 +56,8 @@ def find_model(name: str) -> Path:
         latest = {event["event"]: event for event in read_outline(log)}
         path = Path(latest["config"]["config"].get("OUT_DIR", log.with_suffix("")), train_gpt.MODEL_FILE)
         wanted = latest.get("export", {}).get("artifact_sha256")
-        if wanted and path.is_file() and sha256(path.read_bytes()).hexdigest() != wanted:
-            raise ValueError(f"{path} is the model of a later run with the same OUT_DIR, not of {name}")
+        if path.is_file() and (wanted or "export" not in latest) and sha256(path.read_bytes()).hexdigest() != wanted:
+            raise ValueError(f"{path} is the model of another run, not of {name} as {log} tells it")
     if not name and not path.is_file():
         raise ValueError("there is no model in logs/ yet")
     if not path.is_file():
