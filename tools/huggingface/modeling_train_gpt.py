@@ -16,6 +16,8 @@ from .kv_cache import hidden, window_start
 from .train_gpt import GPT, load_config
 
 
+# What transformers calls the cache of keys and values: "cache" since 5.24, "past_key_values" before.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 trainer = sys.modules[GPT.__module__]
 read_weights = trainer.linear
 
@@ -39,7 +41,7 @@ class TrainGPTConfig(PreTrainedConfig):
     Raises ValueError if train_gpt.py does not know a variable, or refuses its value."""
 
     model_type = "train_gpt"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     def __init__(self, variables: dict | None = None, use_cache: bool = True, **kwargs):
         self.variables = variables or {}
@@ -84,11 +86,13 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, next_sequence_length: int | None = None,
                                       past_key_values: Cache | None = None, attention_mask: Tensor | None = None,
-                                      cache_position: Tensor | None = None, use_cache: bool | None = None, **kwargs) -> dict:
+                                      cache_position: Tensor | None = None, use_cache: bool | None = None,
+                                      cache: Cache | None = None, **kwargs) -> dict:
         """Return the arguments of `forward` for the next token of the rows that generate() has so far. The number of new tokens is
         next_sequence_length, or in older versions the length of cache_position, or that of input_ids. Rows longer than the
         context are read from window_start on; when that moves, into a new cache."""
         context = self.config.max_position_embeddings
+        past_key_values = past_key_values if cache is None else cache
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
         if past_key_values is None:
@@ -105,24 +109,25 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 input_ids = input_ids[:, start - length:]
                 past_key_values = DynamicCache()
                 past_key_values.first_token = length - input_ids.size(1)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values,
-                "use_cache": use_cache, "logits_to_keep": 1}
+        return {"input_ids": input_ids, "attention_mask": attention_mask, CACHE: past_key_values, "use_cache": use_cache,
+                "logits_to_keep": 1}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
                 logits_to_keep: int = 0, return_dict: bool = True, use_cache: bool | None = None,
                 position_ids: Tensor | None = None, output_hidden_states: bool | None = None,
                 output_attentions: bool | None = None,
-                past_key_values: Cache | None = None) -> CausalLMOutputWithPast | tuple:
+                past_key_values: Cache | None = None, cache: Cache | None = None) -> CausalLMOutputWithPast | tuple:
         """Score the next tokens of rows. The logits are float32 (B, T or N, V), 0 for padding on the left.
 
-        input_ids: int64 (B, T), those that follow the tokens in past_key_values. attention_mask: (B, tokens in the cache + T),
-        0 for padding on the left. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the loss is in nats a
-        token. logits_to_keep: only the last N logits; 0: all. return_dict: False for a tuple. use_cache: return
-        past_key_values; None: as the config says. Raises ValueError for rows that are too long, for positions that do not
+        input_ids: int64 (B, T), those that follow the tokens in cache (past_key_values). attention_mask: (B, tokens in the cache
+        + T), 0 for padding on the left. labels: int64 (B, T), as input_ids or -100: they are shifted here, and the loss is in nats
+        a token. logits_to_keep: only the last N logits; 0: all. return_dict: False for a tuple. use_cache: return the cache;
+        None: as the config says. Raises ValueError for rows that are too long, for positions that do not
         follow those in the cache, and for outputs that this model does not have."""
         if output_hidden_states or output_attentions:
             raise ValueError("this model returns neither hidden states nor attentions: use hooks of its layers")
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        cache = past_key_values if cache is None else cache
+        past = 0 if cache is None else int(cache.get_seq_length())
         length = past + input_ids.size(1)
         counted = torch.arange(past, length, device=input_ids.device)
         if position_ids is not None and attention_mask is None and not (position_ids == counted).all():
@@ -135,7 +140,6 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and not attention_mask[:, 0].all():
             is_text = attention_mask.cumsum(1)[:, -length:] > 0
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        cache = past_key_values
         if cache is None and (use_cache or is_text is not None):
             cache = DynamicCache()
         x = self.gpt.hidden(input_ids) if cache is None else hidden(self.gpt, input_ids, cache, is_text)
@@ -143,5 +147,5 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache if use_cache else None})
         return output if return_dict is not False else output.to_tuple()
