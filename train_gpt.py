@@ -80,7 +80,7 @@ class Config:
     overfit: bool = of_training(False, "train on the first batch again and again")
     device: str = of_run("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
     dtype: str = of_model("auto", "auto: bfloat16 if native", "auto|bfloat16|float32|float16")
-    matmul_precision: str = of_run("high", "of float32; high: TF32 on CUDA", "highest|high|medium")
+    matmul_precision: str = of_run("high", "float32 products; high: TF32", "highest|high|medium")
     compile: str = of_run("auto", "auto: 1 on CUDA, blocks on Linux's CPUs", "auto|0|1|blocks")
     attn: str = of_run("auto", "kernel; tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
     iterations: int = of_run(20000, "train for at most N steps", section="\nLength and log\n")
@@ -145,7 +145,7 @@ class Config:
     embed_bits: int = of_run(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
     export_clip: float = of_run(0.0, "clip rows at N deviations; 0: not, or (8 bits) as published")
     gptq_batches: int = of_run(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    control_tensor_name_patterns: str = of_training(CONTROL, "Adam's float32 tensors, by parts")
+    control_tensor_name_patterns: str = of_training(CONTROL, "parts of names of Adam's tensors")
     int8_keep_float_max_numel: int = of_run(65536, "tensors of at most N numbers stay floats")
     size_cap: int = of_run(0, "most bytes of code and artifact; EXPORT_CLIP rises to fit if set")
 
