@@ -1,12 +1,12 @@
 """Train the best language model you can within a size limit and a time limit.
 
-    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help lists all settings
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help has settings
     torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, default settings
 
 Set NAME=value as an argument, else in the environment, else in a file @FILE.
-The science comes first, from Config to train; the rest is machinery. In shapes of tensors,
-B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
-"As published" means: as in the script of the parameter-golf challenge.
+The science comes first, from Config to train; the rest is machinery. In shapes of
+tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
+C head width. "As published" means: as in the script of the parameter-golf challenge.
 """
 from pathlib import Path
 
@@ -27,10 +27,11 @@ import warnings
 import zipfile
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
+from typing import Literal, NewType, get_args
 
 import numpy as np
 import torch
@@ -45,129 +46,127 @@ HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact
 CHECKPOINT_FORMAT = 4
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # as job systems send
-SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
-IGNORED = {"loop_start", "loop_end", "loop_at"}  # in old files, and idle unless another is set
+KEPT_CHECKPOINTS = 2  # of a run, the newest
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # of job systems
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of others
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
+SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
+Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
+LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
-def setting(default, text: str, choices="", low=0, high=1e18, kind="", section=""):
-    """A field of Config: its help, choices, limits and kind, and the section that it begins."""
-    about = dict(help=text, choices=choices, limits=(low, high), kind=kind, section=section)
-    return field(default=default, metadata=about)
-
-of_model = partial(setting, kind="model")  # The model's files store it.
-of_training = partial(setting, kind="training")  # RESUME refuses another value.
-of_run = partial(setting, kind="run")  # RESUME accepts another value if the text stays the same.
-
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. The user sets a field by its name in capitals."""
-    run_id: str = of_run("", "name of the logs; empty: a new one", section="\nRun\n")
-    seed: int = of_training(1337, "seed of the initial weights, LOADER=shuffled and DROPOUT")
-    out_dir: str = of_run("", "folder of the model's files and checkpoints/; empty: logs/RUN_ID")
-    init_from: str = of_run("", "artifact, state dict, checkpoint or RUN_ID to start from")
-    data_path: str = of_run("./data/datasets/fineweb10B_sp1024", "folder with token shards")
-    tokenizer_path: str = of_run("./data/tokenizers/fineweb_1024_bpe.model", "file, gpt2, byte260")
-    tokenizer_sha256: str = of_model("", "digest that the tokenizer must have; empty: any")
-    loader: str = of_training("sequential", "order of the training text", "sequential|shuffled")
-    overfit: bool = of_training(False, "train on the first batch again and again")
-    device: str = of_run("auto", "auto: the first that is available", "auto|cuda|mps|cpu")
-    dtype: str = of_model("auto", "auto: bfloat16 if native", "auto|bfloat16|float32|float16")
-    matmul_precision: str = of_run("high", "float32 products; high: TF32", "highest|high|medium")
-    compile: str = of_run("auto", "auto: 1 on CUDA, blocks on Linux's CPUs", "auto|0|1|blocks")
-    attn: str = of_run("auto", "kernel; tiled: for CPUs", "auto|flash|cudnn|efficient|math|tiled")
-    iterations: int = of_run(20000, "train for at most N steps", section="\nLength and log\n")
-    max_wallclock_seconds: float = of_run(600.0, "train for at most N seconds; 0: no limit")
-    warmup_steps: int = of_run(20, "untimed steps that prime the kernels and are undone")
-    warmdown_iters: int = of_training(3000, "lower rates in last N steps; <= 0: never", low=-1e9)
-    train_batch_tokens: int = of_training(393216, "tokens in a step, over all ranks", low=1)
-    train_seq_len: int = of_model(4096, "tokens in a row, in training and validation", low=1)
-    grad_accum_steps: int = of_run(0, "spans of text, not passes, per rank and step; 0: 8 / ranks")
-    micro_batch_tokens: int = of_run(0, "most tokens in a forward pass; 0: by device")
-    val_loss_every: int = of_run(1000, "validate every N steps; 0: only at the end")
-    val_batch_size: int = of_run(524288, "score at most N / ranks / GRAD_ACCUM_STEPS at once")
-    val_tokens: int = of_run(0, "for a quick look, validate on the first N tokens; 0: all")
-    eval_stride: int = of_run(0, "score again in windows that move by N tokens; 0: do not")
-    train_log_every: int = of_run(200, "log every N steps, and the first ten")
-    vocab_size: int = of_model(1024, "tokens in the vocabulary", low=1, section="\nModel\n")
-    vocab_pad: int = of_model(1, "round the tables' rows up to a multiple of N", low=1)
-    num_layers: int = of_model(9, "blocks; the first half feeds skips to the second", low=1)
-    model_dim: int = of_model(512, "width of the residual stream", low=1)
-    num_heads: int = of_model(8, "query heads, which share MODEL_DIM", low=1)
-    num_kv_heads: int = of_model(4, "key/value heads; must divide NUM_HEADS", low=1)
-    mlp_mult: int = of_model(2, "hidden width of the MLP, as a multiple of MODEL_DIM", low=1)
-    tie_embeddings: bool = of_model(True, "use one table for input and output")
-    rope_base: float = of_model(10000.0, "base of the rotary frequencies", low=1)
-    logit_softcap: float = of_model(30.0, "limit of the logits, by tanh", low=1e-3, high=1e3)
-    qk_gain_init: float = of_training(1.5, "initial gain of the queries, learned per head")
-    tied_embed_init_std: float = of_training(0.005, "initial deviation of a tied table")
-    init: str = of_training("baseline", "gpt2: weights normal as in GPT-2", "baseline|gpt2")
-    mlp_slope: float = of_model(0.0, "slope of the MLP's ReLU below 0, before the square", high=1)
-    rope_dims: int = of_model(0, "dimensions of a head that rotate; 0: all")
-    shift_keys: bool = of_model(False, "take a part of each key from the token before")
-    exclusive_attn: bool = of_model(False, "project a token's own value out of its output")
-    lanes: int = of_model(0, "number of last blocks whose MLPs read a second stream, the lane")
-    smear: bool = of_model(False, "add a learned share of the token before to each embedding")
-    optimizer: str = of_training("muon", "muon: with AdamW", "muon|adamw", section="\nOptimizers\n")
-    adam_lr: float = of_training(3e-4, "learning rate of everything with OPTIMIZER=adamw")
-    embed_lr: float = of_training(0.6, "learning rate of an untied embedding, with Muon")
-    head_lr: float = of_training(0.008, "learning rate of an untied output head, with Muon")
-    tied_embed_lr: float = of_training(0.03, "learning rate of a tied embedding, with Muon")
-    matrix_lr: float = of_training(0.02, "learning rate of the blocks' matrices, with Muon")
-    scalar_lr: float = of_training(0.02, "learning rate of all other parameters, with Muon")
-    muon_momentum: float = of_training(0.99, "Muon's momentum after its warm-up", high=1)
-    muon_backend_steps: int = of_training(5, "Newton-Schulz steps of Muon")
-    muon_row_norm: bool = of_training(False, "first scale the rows of an update to norm 1")
-    muon_momentum_warmup_start: float = of_training(0.92, "Muon's momentum at step 0", high=1)
-    muon_momentum_warmup_steps: int = of_training(1500, "raise Muon's momentum over N steps")
-    beta1: float = of_training(0.9, "Adam's decay of the first moment", high=1)
-    beta2: float = of_training(0.95, "Adam's decay of the second moment", high=1)
-    adam_eps: float = of_training(1e-8, "Adam's epsilon", low=1e-30)
-    fused: bool = of_training(True, "run Adam in one kernel (never on MPS); 0: PyTorch chooses")
-    weight_decay: float = of_training(0.0, "shrink matrices and tables by N * rate in a step")
-    dropout: float = of_training(0.0, "share of channels to drop; all ranks draw apart", high=0.9)
-    lr_schedule: str = of_training("warmdown", "shape of the rates' decay", "warmdown|cosine")
-    lr_warmup_steps: int = of_training(0, "raise the learning rate over the first N steps")
-    warmdown_fraction: float = of_training(0.0, "falling part of a run; 0: WARMDOWN_ITERS", high=1)
-    min_lr: float = of_training(0.0, "lowest learning rate, as a fraction of the peak", high=1)
-    grad_clip_norm: float = of_training(0.0, "clip the gradients to this global norm; 0: off")
-    checkpoint_every: int = of_run(0, "every N steps, and if stopped", section="\nCheckpoints\n")
-    keep_checkpoints: int = of_run(2, "keep the N newest checkpoints of the run", low=1)
-    resume: str = of_run("", "checkpoint to continue; auto: the newest readable one")
-    export_bits: int = of_run(8, "bits of the blocks' matrices", "4|5|6|7|8", section="\nExport\n")
-    embed_bits: int = of_run(8, "bits of the embedding and of an untied head", "4|5|6|7|8")
-    export_clip: float = of_run(0.0, "clip rows at N deviations; 0: not, or (8 bits) as published")
-    gptq_batches: int = of_run(0, "calibrate rounding on N more batches (GPTQ); 0: off")
-    control_tensor_name_patterns: str = of_training(CONTROL, "parts of names of Adam's tensors")
-    int8_keep_float_max_numel: int = of_run(65536, "tensors of at most N numbers stay floats")
-    size_cap: int = of_run(0, "most bytes of code and artifact; EXPORT_CLIP rises to fit if set")
+    """Every setting of a run, set by its name in capitals. A comment is a setting's help."""
+    # Model: its files store these settings.
+    tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of products
+    train_seq_len: Positive = 4096  # tokens in a row, in training and validation
+    vocab_size: Positive = 1024  # tokens in the vocabulary
+    vocab_pad: Positive = 1  # round the tables' rows up to a multiple of N
+    num_layers: Positive = 9  # blocks; the first half feeds skips to the second
+    model_dim: Positive = 512  # width of the residual stream
+    num_heads: Positive = 8  # query heads, which share MODEL_DIM
+    num_kv_heads: Positive = 4  # key/value heads; must divide NUM_HEADS
+    mlp_mult: Positive = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
+    tie_embeddings: bool = True  # use one table for input and output
+    rope_base: Positive = 10000.0  # base of the rotary frequencies
+    logit_softcap: Positive = 30.0  # limit of the logits, by tanh
+    mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    shift_keys: bool = False  # take a part of each key from the token before
+    exclusive_attn: bool = False  # project a token's own value out of its output
+    lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
+    smear: bool = False  # add a learned share of the token before to each embedding
+    # Training: RESUME refuses other values of these.
+    seed: int = 1337  # of the initial weights, LOADER=shuffled and DROPOUT
+    loader: Literal["sequential", "shuffled"] = "sequential"  # order of the training text
+    overfit: bool = False  # train on the first batch again and again
+    train_batch_tokens: Positive = 393216  # tokens in a step, over all ranks
+    qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
+    tied_embed_init_std: float = 0.005  # initial deviation of a tied table
+    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: weights normal as in GPT-2
+    dropout: Share = 0.0  # share of channels to drop; ranks draw apart
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: with AdamW for what is no matrix
+    adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
+    embed_lr: float = 0.6  # learning rate of an untied embedding, with Muon
+    head_lr: float = 0.008  # learning rate of an untied output head, with Muon
+    tied_embed_lr: float = 0.03  # learning rate of a tied embedding, with Muon
+    matrix_lr: float = 0.02  # learning rate of the blocks' matrices, with Muon
+    scalar_lr: float = 0.02  # learning rate of all other parameters, with Muon
+    muon_momentum: Share = 0.99  # Muon's momentum after its warm-up
+    muon_backend_steps: int = 5  # Newton-Schulz steps of Muon
+    muon_row_norm: bool = False  # first scale the rows of an update to norm 1
+    muon_momentum_warmup_start: Share = 0.92  # Muon's momentum at step 0
+    muon_momentum_warmup_steps: int = 1500  # raise Muon's momentum over N steps
+    beta1: Share = 0.9  # Adam's decay of the first moment
+    beta2: Share = 0.95  # Adam's decay of the second moment
+    adam_eps: float = 1e-8  # Adam's epsilon
+    fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
+    weight_decay: float = 0.0  # shrink matrices and tables by N * rate in a step
+    grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
+    control_tensor_name_patterns: str = CONTROL  # parts of the names of Adam's tensors
+    lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
+    lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
+    warmdown_iters: Signed = 3000  # lower the rates in the last N steps; <= 0: never
+    warmdown_fraction: Share = 0.0  # falling part of a run; 0: WARMDOWN_ITERS
+    min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
+    # Run: RESUME accepts other values of these, if the text stays the same.
+    run_id: str = ""  # name of the logs; empty: a new one
+    out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
+    init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
+    data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder with token shards
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # or gpt2, byte260
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first there
+    matmul_precision: Literal["highest", "high", "medium"] = "high"  # in float32
+    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # by device
+    attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # kernel
+    iterations: int = 20000  # train for at most N steps
+    max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
+    warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
+    grad_accum_steps: int = 0  # spans of text (not passes) of a rank's step; 0: 8 / ranks
+    micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
+    val_loss_every: int = 1000  # validate every N steps; 0: only at the end
+    val_batch_size: int = 524288  # score at most N / ranks / GRAD_ACCUM_STEPS at once
+    eval_stride: int = 0  # score again in windows that move by N tokens; 0: do not
+    train_log_every: int = 200  # log every N steps, and the first ten
+    checkpoint_every: int = 0  # every N steps, and if stopped; the two newest are kept
+    resume: str = ""  # checkpoint to continue; auto: the newest readable one
+    export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
+    embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
+    export_clip: float = 0.0  # clip rows at N deviations; 0: as published, or not
+    gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
+    int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
+    size_cap: int = 0  # most bytes of code and artifact; EXPORT_CLIP rises to fit if set
 
     def __post_init__(self):
         for f in fields(self):
-            value, (low, high) = getattr(self, f.name), f.metadata["limits"]
-            require(f.type not in (int, float) or low <= value <= high,
+            value = getattr(self, f.name)
+            low, high = LIMITS.get(f.type, (0, 1e18))
+            require(isinstance(value, str) or low <= value <= high,
                     f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads, width = self.num_heads, self.model_dim
-        require(width % (2 * heads) == 0,
-                f"MODEL_DIM={width} must be a multiple of 2 * NUM_HEADS = {2 * heads}")
+        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
                 f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} is above 1000")
         require(self.lanes <= self.num_layers, f"LANES={self.lanes} must be at most NUM_LAYERS")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
 FIELDS = {f.name.upper(): f for f in fields(Config)}
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
-STORED = ["TOKENIZER_PATH", *(n for n, f in FIELDS.items() if f.metadata["kind"] == "model")]
+OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
+OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
+STORED = ["TOKENIZER_PATH", *OF_MODEL]
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -176,6 +175,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    node: dist.ProcessGroup | None = None  # this machine's ranks
 
     def max(self, *values: float) -> list[float]:
         """The largest of each value over the ranks. Collective."""
@@ -205,14 +205,14 @@ class Ranks:
 
 # ---- Model -----------------------------------------------------------------------------
 def rms_norm(x, gain=1.0):
-    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
+    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, as x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # The small product first: its backward is cheap.
+    return (x * (factors * gain)).to(x.dtype)  # The cheaper order.
 
 def linear(x, *layers, scale=None):
-    """x (..., D) @ weight.T * scale, in x's type; the outputs of several layers are joined."""
+    """x (..., D) @ weight.T * scale, in x's type; outputs of several layers are joined."""
     for layer in layers:
-        if hasattr(layer, "inputs_gram"):  # While `calibrate` runs: it wants x^T x (D, D).
+        if hasattr(layer, "inputs_gram"):  # `calibrate` wants x^T x (D, D).
             rows = x.detach().flatten(0, -2).float()
             layer.inputs_gram = layer.inputs_gram + rows.mT @ rows
     weights = [layer.weight for layer in layers]
@@ -222,7 +222,7 @@ def linear(x, *layers, scale=None):
     return F.linear(x, weight.to(x.dtype))
 
 def rotate(x, cos, sin):
-    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C) by halves; cos, sin (T, 1, C/2)."""
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C); cos and sin (T, 1, C/2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -231,9 +231,9 @@ def tiled_attention(q, k, v):
     outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
-        k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)  # faster than slices
+        k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
         scores = q_i.flatten(2, 3) @ k_i.mT
-        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5  # (B, K, H/K, t, keys)
+        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
         mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
         weights = (scores + mask).softmax(-1)
         outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
@@ -244,40 +244,40 @@ def causal_attention(q, k, v, kernel: str):
     group = q.size(1) // k.size(1)  # query heads that share a key
     if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2)
-    takes_groups = kernel in ("cudnn", "flash")  # For the others, keys and values are repeated.
+    takes_groups = kernel in ("cudnn", "flash")
     if group > 1 and not takes_groups:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # F.pad starts at the last dimension.
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
 
 def smear(x, share):
-    """x (B, T, D), plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
+    """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
-    """Take channels of k (B, T, K, C) from the token before, so that one layer can find what
-    followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
+    """Take channels of k (B, T, K, C) from the token before, so that one layer can find
+    what followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
     pairs = k.size(3) // 2
-    kept = rope_dims // 2 or pairs // 2  # the pairs that rotate; if all do, the faster half
+    kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, the faster half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Project y (B, T, H, C) off the own value v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
+    """Project y (B, T, H, C) off its own v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own
 
 class Attention(nn.Module):
-    """Causal self-attention of x (B, T, D) by normed queries and keys; query heads have gains."""
+    """Causal self-attention of x (B, T, D), with normed queries and keys."""
     def __init__(self, config):
         super().__init__()
         self.config = config
         width = config.model_dim
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # of q, k, v
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # q, k, v
         kv_width = width // config.num_heads * config.num_kv_heads
         self.c_q = nn.Linear(width, width, bias=False)
         self.c_k = nn.Linear(width, kv_width, bias=False)
@@ -312,7 +312,7 @@ class MLP(nn.Module):
         return linear(x, self.proj, scale=scale)
 
 def dropout(x, rate):
-    """Drop a share `rate` of the channels of each row of x (B, T, D) (arXiv:1512.05287)."""
+    """Drop a share `rate` of the channels of each row of x (B, T, D): arXiv:1512.05287."""
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
@@ -335,24 +335,25 @@ class Block(nn.Module):
         return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
 
 class LaneBlock(Block):
-    """A block whose MLP reads a stream of its own, the lane (parameter-golf#1518; -0.0035 bpb)."""
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035)."""
     def __init__(self, config):
         super().__init__(config)
-        shares = [[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]  # rows: x, lane; columns: own, attention, MLP
-        self.resid_mix_lanes = nn.Parameter(torch.tensor(shares))  # Adam's, by CONTROL's resid_mix
+        # Rows: into x, into the lane. Columns: of itself, of attention, of the MLP.
+        shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
+        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's, as its name says
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = mix[0] * x + mix[1] * x0  # Unlike in Block, only attention reads it.
-        attended = dropout(self.attn(rms_norm(mixed), cos, sin, self.attn_scale), drop_rate)
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # x itself stays.
+        attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
         fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
         x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
         return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
 
 def cross_entropy(logits, targets, limit: float):
-    """F.cross_entropy of logits (B, T, V) within +-limit, ignore_index=-1, with fewer passes: the
-    target's logit is a masked sum, and no maximum is subtracted if exp cannot overflow."""
+    """F.cross_entropy of logits (B, T, V) within +-limit, ignore_index=-1, in few passes:
+    a target's logit is a masked sum; no maximum is subtracted if exp cannot overflow."""
     log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)
     ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
     nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
@@ -360,14 +361,14 @@ def cross_entropy(logits, targets, limit: float):
     return (nats * is_counted).sum() / is_counted.sum()
 
 class GPT(nn.Module):
-    """A GPT; the first half of its blocks has skip connections to the second, last to first."""
+    """A GPT; the first half of its blocks feeds skips to the second, last to first."""
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # float32 while it is auto
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # if still auto
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Each layer draws; the order is as published.
+        self.tok_emb = nn.Embedding(rows, width)  # Layers draw in the published order.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -375,7 +376,7 @@ class GPT(nn.Module):
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A tensor can change without compiling.
+        rate = torch.zeros(()) if config.dropout else None  # It changes, graphs do not.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -389,11 +390,11 @@ class GPT(nn.Module):
         exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
         # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
         frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)
-        if self.compute_dtype == torch.bfloat16:  # As published, initial values are rounded.
+        if self.compute_dtype == torch.bfloat16:  # As published, values are rounded.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for AdamW's rates and for decay
+                self.tok_emb.bfloat16()  # as published; too coarse for AdamW, decay
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -408,7 +409,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == self.first_lane:
                 lane = x.clone()
-            if i >= self.half and skips:  # In an odd number of blocks, the last one gets no skip.
+            if i >= self.half and skips:  # None is left for an odd last block.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
                 x = block(x, x0, cos, sin, self.drop_rate)
@@ -419,13 +420,13 @@ class GPT(nn.Module):
         return x if lane is None else lane  # Every block's output is in the lane, too.
 
     def logits(self, x):
-        """Next-token logits (..., V), float32, of all or some outputs (..., D) of `hidden`."""
+        """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
         cap = self.config.logit_softcap
         logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
-        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap), faster
+        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap)
 
     def loss(self, x, targets):
-        """Mean cross entropy, 0-d float32 in nats, of `hidden`'s x, where targets are not -1."""
+        """Mean cross entropy in nats, 0-d float32, where the targets are not -1."""
         return cross_entropy(self.logits(x), targets, self.config.logit_softcap)
 
     def forward(self, tokens, targets):
@@ -434,21 +435,23 @@ class GPT(nn.Module):
 
 # ---- Optimizers ------------------------------------------------------------------------
 def orthogonalize(updates, steps: int, compute=torch.bfloat16):
-    """Move singular values of (N, rows, columns) close to 1 (kellerjordan.github.io/posts/muon)."""
+    """Move singular values of (N, rows, columns) to about 1: kellerjordan.github.io/posts/muon
+    It rounds to bfloat16, even if `compute` is float32, where that is faster."""
     x = updates.bfloat16()
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(steps):  # of Newton and Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
-        x = x.to(compute)  # float32 where bfloat16 is slow; results are rounded all the same
+    for _ in range(steps):  # Newton-Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
+        x = x.to(compute)
         gram = (x @ x.mT).bfloat16().to(compute)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
         x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum. A bank is all matrices of one shape; its first one has the state."""
+    """Orthogonalized momentum of all matrices of a shape at once: a bank. The state is the
+    first one's. The ranks of a machine share the work: no bytes leave the machine."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -456,30 +459,29 @@ class Muon(torch.optim.Optimizer):
         self.banks = {}
         for p in self.param_groups[0]["params"]:
             self.banks.setdefault(p.shape, []).append(p)
-        for shape, params in self.banks.items():
-            self.state[params[0]]["momentum_buffer"] = params[0].new_zeros(len(params), *shape)
 
     @torch.no_grad()
     def step(self):
         """Update all matrices. Collective."""
-        group, world_size = self.param_groups[0], self.ranks.world_size
+        group, node = self.param_groups[0], self.ranks.node
+        node_rank, node_size = (node.rank(), node.size()) if node else (0, 1)
         pending, gathers = [], []
         for shape, params in self.banks.items():
             grads = torch.stack([p.grad for p in params])
-            momentum = self.state[params[0]]["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(grads)
-            share = math.ceil(len(params) / world_size)  # the matrices that a rank orthogonalizes
-            mine = slice(share * self.ranks.rank, share * (self.ranks.rank + 1))
+            state = self.state[params[0]]
+            momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
+            state["momentum_buffer"] = momentum
+            share = math.ceil(len(params) / node_size)  # the matrices of a rank
+            mine = slice(share * node_rank, share * (node_rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # for the last ranks
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
-            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's reference code
-            if world_size > 1:  # The transfer runs while this rank goes on with the next bank.
-                gathered = updates.new_empty(share * world_size, *shape)
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                gathers.append(gather(gathered, updates.contiguous(), async_op=True))
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as its author does
+            if node_size > 1:  # The transfer runs beside the next bank's work.
+                gathered = updates.new_empty(share * node_size, *shape)
+                gathers.append(dist.all_gather_single(gathered, updates.contiguous(), node, True))
                 updates = gathered
             pending.append((params, updates))
         for gather in gathers:
@@ -494,9 +496,10 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
         rates = dict.fromkeys(rates, config.adam_lr)
-    groups = {kind: dict(kind=kind, params=[], lr=lr, base_lr=lr, weight_decay=config.weight_decay)
-              for kind, lr in rates.items()}
-    groups["scalar"]["weight_decay"] = 0.0
+    groups = {}
+    for kind, lr in rates.items():
+        decay = 0.0 if kind == "scalar" else config.weight_decay
+        groups[kind] = dict(kind=kind, params=[], lr=lr, base_lr=lr, weight_decay=decay)
     controls = config.control_tensor_name_patterns.split(",")
     for name, p in model.named_parameters():
         kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
@@ -507,18 +510,19 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
     others = {}
     if config.optimizer == "muon":
         others["muon"] = Muon([groups.pop("matrix")], config, ranks)
-    adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], eps=config.adam_eps,
-                             betas=(config.beta1, config.beta2), fused=config.fused or None)
+    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=config.fused or None)
     return {"adam": adam, **others}
 
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
 def epoch_order(seed: int, epoch: int, rows: int):
-    """The order of the rows in an epoch of LOADER=shuffled: a permutation, uint32 (rows,)."""
+    """The order of rows in an epoch of LOADER=shuffled: a permutation, uint32 (rows,)."""
     return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
-    """The shards as one endless text in pieces: rows if shuffled, else `plan_batch`'s spans."""
+    """The shards as one endless text, in pieces: rows if shuffled, else a step's spans."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -529,8 +533,8 @@ class TokenLoader:
         step_rows = config.train_batch_tokens // config.train_seq_len
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1  # Spans share no token.
-        # By these, RESUME knows the text: all of a short one, or the beginnings of many shards.
+        self.stride = self.length if self.shuffled else self.length + 1
+        # By this, RESUME knows the text: all of a short one, else the shards' beginnings.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
         self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
@@ -543,7 +547,7 @@ class TokenLoader:
             place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
-            left = int(self.ends[index]) - place  # tokens from here to the end of the shard
+            left = int(self.ends[index]) - place  # tokens in the rest of the shard
             parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
             start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
@@ -554,27 +558,27 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # A run of two epochs or more ends with a whole one; no other epoch has its order, 10^6.
+        # A run of two epochs or more ends with a whole one, in an order of its own: 10^6.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
-        for piece in range(first + self.ranks.rank, first + self.pieces, self.ranks.world_size):
-            if self.shuffled:  # from a place in the endless order to the row that it holds
+        for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
+            if self.shuffled:  # from a place in the order to its row
                 order = epoch_order(config.seed, piece // self.rows, self.rows)
                 piece = int(order[piece % self.rows])
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
-        pair = np.stack((texts[:, :-1], texts[:, 1:])).reshape(2, -1, config.train_seq_len)
-        inputs, targets = self.ranks.to_device(pair)
-        rows = config.micro_batch_tokens // config.train_seq_len  # a divisor: see `plan_batch`
+        pair = np.stack((texts[:, :-1], texts[:, 1:]))
+        inputs, targets = self.ranks.to_device(pair.reshape(2, -1, config.train_seq_len))
+        rows = config.micro_batch_tokens // config.train_seq_len
         return list(zip(inputs.split(rows), targets.split(rows)))
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
-    """Factor of the learning rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
+    """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
 
-    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the run; or,
-    as published, in the last WARMDOWN_ITERS steps, or as much time if the time is limited."""
+    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the
+    run; or, as published, in its last WARMDOWN_ITERS steps or the time that they take."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -594,7 +598,7 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     return min(rising, falling), momentum
 
 class Trainer:
-    """All that a step changes, to be undone or resumed. Raises ValueError for a bad INIT_FROM."""
+    """All that a step changes. Raises ValueError for a bad INIT_FROM."""
     def __init__(self, config, ranks, init_from=""):
         self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
         torch.manual_seed(config.seed)
@@ -606,13 +610,13 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
-            # One bucket per type of gradient, reduced after the backward pass, leaves one graph.
+            # One bucket for each type of gradient leaves one graph.
             torch._dynamo.config.optimize_ddp = False
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
                            broadcast_buffers=False)
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Make one update; this rank's mean loss in nats and the gradients' norm. Collective."""
+        """Make an update; this rank's mean loss in nats, the gradients' norm. Collective."""
         config, step = self.config, self.clock.step
         factor, momentum = schedule(config, step, self.clock.time_ms)
         for name, optimizer in self.optimizers.items():
@@ -637,7 +641,7 @@ class Trainer:
         norm = nn.utils.get_total_norm([p.grad for p in params])
         if config.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm)
-        if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips all optimizers.
+        if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
             for optimizer in self.optimizers.values():
                 optimizer.step()
         self.model.zero_grad()
@@ -652,66 +656,64 @@ class Trainer:
 
     def load_state_dict(self, state: dict):
         """Return to a `state_dict` and start the clock."""
-        self.model.load_state_dict(dict(state["model"]))  # dict(): without a file's _metadata
+        self.model.load_state_dict(dict(state["model"]))  # without a file's _metadata
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             optimizer.load_state_dict(old)
         self.scaler.load_state_dict(state["scaler"])
         self.clock.set(int(state["step"]), float(state["time_ms"]))
 
 def train(trainer, loader, validation, log):
-    """Train until ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
+    """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
 
-    A turn does what is due and makes a step; a GPU computes it while the next batch is read. At
-    some steps, it waits for the device and the ranks agree on the time; else it is estimated."""
+    A turn does what is due, then makes a step; a GPU computes it while the next batch is
+    read. The time is estimated; at some steps, all wait and the ranks agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     first_step, last_logged = clock.step, (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
         if ranks.rank == 0 and clock.step > first_step and (saves or clock.stop_signal):
-            save_checkpoint(trainer, loader, log)  # first: validation and export can take long
+            save_checkpoint(trainer, loader, log)  # first: what follows can take long
         if is_done or clock.stop_signal:
             return
         if is_due(clock.step, config.val_loss_every):
             validate(trainer, validation, log)
             if clock.stop_signal:
                 continue  # to the checkpoint above
-        progress = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
-        expected_steps = clock.step / progress if progress else config.iterations
+        done = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
+        expected_steps = clock.step / done if done else config.iterations
         loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
         mean_ms = clock.time_ms / max(clock.step, 1)
         step = clock.step = clock.step + 1
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
-        is_near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits idle GPUs.
+        is_last = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
-        if is_logged or is_near_end or any(is_due(step, every) for every in periods):
-            # GradScaler skips steps that overflow and lowers its scale, for us down to 2^-20.
-            can_skip = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            checked = loss if can_skip else loss + norm
-            if clock.synchronize(not checked.isfinite()):
+        if is_logged or is_last or any(is_due(step, every) for every in periods):
+            can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+            if clock.synchronize(not (loss if can_overflow else loss + norm).isfinite()):
                 log.event("nonfinite", step=step)
-                raise FloatingPointError(f"the loss or gradient near step:{step} is not finite; "
+                raise FloatingPointError(f"loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
         if is_logged or clock.time_ms >= clock.cap_ms:
             log_step(trainer, loader, log, loss, norm, last_logged)
             last_logged = (step, clock.time_ms)
 
-# ======== The rest is machinery: start and settings, log, validation, files, a run ========
+# ==== The rest is machinery: start and settings, log, validation, files, a run ==========
 def find_ranks() -> list[int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, if torchrun sets them. Raises ValueError."""
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, by torchrun. Raises ValueError."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        size = os.environ.get(name, "1")
-        require(size == "1", f"{name}={size}, but not all {names}: use torchrun or tools/ranks.sh")
+        require(os.environ.get(name, "1") == "1", f"{name} is not 1, but {names} are not all set: "
+                "use torchrun or tools/ranks.sh")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
     """`cores`, or a container's quota of CPUs by Linux's cgroup v2, if that is less."""
-    used, period = quota.read_text().split() if quota.exists() else ("max", "1")  # microseconds
+    used, period = quota.read_text().split() if quota.exists() else ("max", "1")  # in us
     return cores if used == "max" else min(cores, int(used) / int(period))
 
 def start_ranks(config) -> Ranks:
@@ -721,31 +723,36 @@ def start_ranks(config) -> Ranks:
     usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
     kind = usable[0] if config.device == "auto" else config.device
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
-    require(kind != "cuda" or local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
+        require(local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
         torch.cuda.set_device(local_rank)
-    if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores of a machine or container.
+    if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # sums in one order
-    torch.utils.deterministic.fill_uninitialized_memory = False  # It would cost 2 % of the time.
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
+    node = None
     if size > 1:
         store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=gpu,
-                                timeout=timedelta(hours=2))  # Rank 0 exports while others wait.
-    return Ranks(rank, size, device)
+        try:  # Rank 0 exports for long while others wait.
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                    device_id=gpu, timeout=timedelta(hours=2))
+        except RuntimeError as error:
+            raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
+        node, _ = dist.new_subgroups(local_size)
+    return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; some CPUs do (AMX, AVX512-BF16)."""
+    """Whether the device multiplies bfloat16 in hardware, as some CPUs do."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return device.type == "cpu" and has_units
 
 def choose_attention(config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that can run 64 tokens here. Raises ValueError for none."""
+    """Enable ATTN, or the first kernel that runs 64 tokens here. Raises ValueError."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
@@ -756,9 +763,9 @@ def choose_attention(config, device: torch.device) -> str:
     q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
                        requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name, pytorchs_name in SDP_OF_ATTN.items():  # Turn all off, except for this one.
+        for name, pytorchs_name in SDP_OF_ATTN.items():  # All off but one.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
-        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # if it cannot run here
+        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             causal_attention(q, k, k, kernel).sum().backward()
             return kernel
     raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
@@ -766,12 +773,13 @@ def choose_attention(config, device: torch.device) -> str:
 def parse_value(name: str, text: str):
     """The value of a variable that is written as `text`. Raises ValueError."""
     f = FIELDS[name]
-    choices = "0|1|false|true" if f.type is bool else f.metadata["choices"]
-    if choices:
-        require(text.lower() in choices.split("|"), f"{name}={text!r} must be one of {choices}")
-        return text.lower() in ("1", "true") if f.type is bool else f.type(text.lower())
+    options = (0, 1, "false", "true") if f.type is bool else get_args(f.type)
+    choices = [str(option) for option in options]
+    require(not choices or text.lower() in choices, f"{name}={text!r} must be one of {choices}")
+    if f.type is bool:
+        return text.lower() in ("1", "true")
     try:
-        return f.type(text)
+        return type(f.default)(text.lower() if choices else text)
     except ValueError:
         raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
 
@@ -786,24 +794,24 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     given = {}
     for word, origin in words:  # The last one wins.
         name, is_pair, text = word.partition("=")
-        require(is_pair, f"{word!r} ({origin}) is not NAME=value, such as NUM_LAYERS=9; see --help")
+        require(is_pair, f"{word!r} ({origin}) is not NAME=value, as NUM_LAYERS=9; see --help")
         given[name] = (os.path.expanduser(text), origin)
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's settings of the model, and unknown ones that are not off; {} if it is unreadable."""
+    """A file's settings of the model, and unknown ones that are on; {} if unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
         about = {name: config[name.lower()] for name in STORED if name.lower() in config}
         about |= json.loads(state.get("about", "{}"))
-    except Exception:  # Hostile or damaged files fail in many ways; `load_weights` says it.
+    except Exception:  # Damaged files fail in many ways; `load_weights` says it.
         return {}
     return {name: str(value) for name, value in about.items()
             if name in STORED or (value and name.lower() not in IGNORED)}
 
 def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
-    """The configuration; the text and origin of what was set. Raises ValueError, OSError."""
+    """The configuration; text and origin of what was set. Raises ValueError, OSError."""
     given = read_words(arguments, environment)
     data_path, _ = given.get("DATA_PATH", (Config.data_path, ""))
     with suppress(Exception):  # `Validation` says what is wrong with it.
@@ -811,10 +819,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         file, size = Path(data_path, about["name"]), str(about["vocab_size"])
         name = str(file) if file.is_file() else about["name"]  # such as gpt2
         given = {"TOKENIZER_PATH": (name, "manifest"), "VOCAB_SIZE": (size, "manifest")} | given
-    path, origin = given.get("INIT_FROM", ("", ""))
-    if path and Path("logs", path, MODEL_FILE).is_file():  # a RUN_ID
-        path = Path("logs", path, MODEL_FILE).as_posix()
-        given["INIT_FROM"] = (path, origin)
+    path, _ = given.get("INIT_FROM", ("", ""))
     for name, value in (read_model(path) if path else {}).items():
         require(name in STORED, f"{path} has a setting that this script does not know: {name}")
         text, origin = given.setdefault(name, (value, path))
@@ -822,7 +827,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
     for name in given.keys() - FIELDS.keys():  # Other programs have variables, too.
         text, origin = given.pop(name)
-        likeness = 0.85 if origin == "environment" else 0.5  # Refuse few of others' variables.
+        likeness = 0.85 if origin == "environment" else 0.5  # Spare others' variables.
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
         require(origin == "environment" and not near,
@@ -839,7 +844,7 @@ def set_aside(*paths: Path):
         warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
 
 class RunLog:
-    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of the main rank; others are silent."""
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""
     def __init__(self, run_id: str, source: str, is_main: bool):
         self.code, self.files = source.encode(), ()  # `export` counts the code's bytes.
         if not is_main:
@@ -855,7 +860,7 @@ class RunLog:
                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
 
     def line(self, text: str, *files):
-        """Write a line to `files`, else to the console and the .txt; warn if that fails."""
+        """Write a line to `files`, else to console and .txt; warn if that fails."""
         for file in files or self.files:
             try:
                 print(text, file=file, flush=True)
@@ -863,11 +868,11 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl and, formatted by `text`, a line to the console and .txt."""
+        """Write values to the .jsonl and, formatted by `text`, to console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
-            finite = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
-            self.line(json.dumps(finite), self.json)
+            plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
+            self.line(json.dumps(plain), self.json)
         if text:
             self.line(text.format(**values))
 
@@ -876,40 +881,40 @@ def count_tokens(path) -> int:
     """The count in a shard's header, after magic number and version. Raises ValueError."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
-    size = path.stat().st_size
-    require(header[2] > 0 and size == HEADER_BYTES + 2 * header[2], f"{path} is damaged: {size} "
-            f"bytes do not match {header[2]} tokens; make or download it again")
-    return header[2]
+    size, count = path.stat().st_size, header[2]
+    require(count > 0 and size == HEADER_BYTES + 2 * count, f"{path} is damaged: {size} "
+            f"bytes do not match {count} tokens; make or download it again")
+    return count
 
 def read_shard(path, vocab_size: int, start=0, count=-1):
-    """`count` tokens (uint16) of a shard from `start`, or all. Raises ValueError if one is not in
-    the vocabulary. The file is closed again: a large text has more shards than may be open."""
+    """`count` tokens (uint16) of a shard from `start`, or all; a text may have more shards
+    than files may be open. Raises ValueError for one that is not in the vocabulary."""
     tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
-    require(len(tokens) >= max(1, count), f"{path} has become shorter; make or download it again")
+    require(len(tokens) >= max(1, count), f"{path} has become shorter; make it again")
     largest = int(tokens.max())
     require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
             f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
     return tokens
 
 def open_split(config, split: str) -> dict[Path, int]:
-    """The tokens of each shard of "train" or "val", in the order of names. Raises ValueError."""
+    """The tokens of each shard of "train" or "val", sorted by names. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
     require(paths, f"there is no {where} with *_{split}_*.bin; use {' or '.join(sorted(others))}")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
-    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, too "
-            f"few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, "
+            f"too few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """Kind of the tokenizer; a token's bytes (V, 2): 0 in a text, 1 after a control token, where a
-    leading space may be SentencePiece's own; is it a control token (V,). Raises ValueError."""
+    """Kind of the tokenizer; a token's bytes (V, 2): in a text, and after a control token,
+    where SentencePiece may add a space; is it a control token (V,). Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
-            kind, lengths = "byte", [0] * 4 + [1] * 256  # four special tokens, then the bytes
+            kind, lengths = "byte", [0] * 4 + [1] * 256  # special tokens, then bytes
         elif path.endswith(".model"):
             import sentencepiece
             kind = "sentencepiece"
@@ -917,9 +922,9 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                # The marks of caseops, symbols without a score, tell the case of the next letters.
-                is_case_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
-                if is_case_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+                # caseops has marks of the next letters' case, symbols without a score.
+                is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
+                if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
                 lengths.append(1 if model.is_byte(i) else len(piece.encode()))
                 starting_lengths.append(lengths[i] - (prepends and piece.startswith(" ")))
@@ -927,18 +932,18 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
         else:
             import tiktoken
             encoding = tiktoken.get_encoding(path)
-            kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens and holes: 0
+            kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens: 0
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
     except Exception as error:  # a missing package, a missing or damaged file
         raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
-    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but tokenizer "
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but "
             f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
     table = np.array([lengths, starting_lengths or lengths], dtype=np.uint16).T
     return kind, table, np.array(is_control or [False] * len(lengths))
 
 class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json contradicts them."""
+    """The validation text and its bytes. Raises ValueError if manifest.json contradicts."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
@@ -947,41 +952,39 @@ class Validation:
             counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = sum((split.get("shards", []) for split in splits.values()), [])
             self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
-        except Exception as error:  # Hostile or damaged files fail in many ways.
-            raise ValueError(f"{source} is damaged: {error!r}; make the data again") from None
+        except Exception as error:  # Damaged files fail in many ways.
+            raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
         odd = sorted(there ^ listed if config.iterations or config.gptq_batches else there - listed)
-        require(not odd, f"{source} and the shards there differ in {odd}; copy all, move others")
+        require(not odd, f"{source} and the shards differ in {odd}; copy all, move others")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
         target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
         wanted = [own if said is None else said for said, own in zip(counts, found)]
-        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards and "
-                f"TOKENIZER_PATH={config.tokenizer_path!r} give {found}: the score would be wrong")
+        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
+                f"and TOKENIZER_PATH={config.tokenizer_path} give {found}: scores would be wrong")
         rows = (len(tokens) - 1) // config.train_seq_len
-        wanted_rows = math.ceil(config.val_tokens / config.train_seq_len) or rows
-        self.num_targets = min(rows, wanted_rows) * config.train_seq_len
+        self.num_targets = rows * config.train_seq_len
         self.tokens = tokens[:self.num_targets + 1]
         self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
-        self.label = f" partial:{config.val_tokens}" if wanted_rows < rows else ""
 
     def score(self, model, stride=0) -> dict[str, float]:
-        """Score every row, or windows of a row's length that move by `stride`. Collective."""
+        """Score all rows, or windows of a row's length that move by `stride`. Collective."""
         config, ranks, start_ms = self.config, self.ranks, self.ranks.now_ms()
         length = config.train_seq_len
         stride = min(stride or length, length)
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i is scored from starts[i] to its end, stops[i]. Empty windows fill the last batch.
+        # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # Below 2^20 tokens, training's graph (with gradients) costs less; MPS: pytorch#195910.
+        # For short texts, training's graph (with gradients) is best; MPS: pytorch#195910.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
-        device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS has no float64.
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             rows = slice(first, first + batch)
@@ -998,7 +1001,7 @@ class Validation:
 
 # ---- Export ----------------------------------------------------------------------------
 def round_gptq(rows, scales, levels: int, inputs_gram):
-    """Round rows (N, columns) / scales (N, 1) by GPTQ (arXiv:2210.17323), with x^T x of inputs."""
+    """Round rows (N, columns) / scales (N, 1) by GPTQ (arXiv:2210.17323) for inputs' x^T x."""
     damping = 0.01 * inputs_gram.diag().mean().clamp_min(1e-7) * torch.eye(len(inputs_gram))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(inputs_gram.double() + damping))
     triangle = torch.linalg.cholesky(inverse, upper=True).float().contiguous()
@@ -1010,8 +1013,8 @@ def round_gptq(rows, scales, levels: int, inputs_gram):
     return rounded
 
 def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
-    """int8 values of `bits` bits, and scales: float16 (rows,) of a matrix, else one float32.
-    Bits 0: as published, 8 bits clipped at the 99.99984th percentile, with a least scale."""
+    """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
+    Bits 0: 8, clipped as published at the 99.99984th percentile, with a least scale."""
     is_matrix, levels = tensor.ndim == 2, 2 ** (bits - 1) - 1 if bits else 127
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
     if not bits:
@@ -1019,7 +1022,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
         rows = rows.clamp(-limits, limits)
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
-        limits = clip * rows.std(1) if clip else rows.abs().amax(1)  # `clip` deviations, or all
+        limits = clip * rows.std(1) if clip else rows.abs().amax(1)
         scales = (limits / levels).clamp_min(1e-7).half()[:, None]
     if inputs_gram is None:
         rounded = (rows / scales).round().clamp(-levels, levels)
@@ -1031,13 +1034,13 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW's weights
+    published &= config.optimizer == "muon" and not calibration  # AdamW's are small.
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
-    controls = config.control_tensor_name_patterns.split(",")
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
+    controls = config.control_tensor_name_patterns.split(",")
     for name, t in state.items():
         dtype = str(t.dtype).removeprefix("torch.")
         is_control = any(part and part in name for part in controls)
@@ -1065,23 +1068,28 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
-    """The artifact's file, in the smaller of two codings, and what the log says of it."""
+    """The artifact's file, and what the log says of it."""
     artifact, payload = quantize(state, config, calibration)
     raw = saved(artifact)
-    packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
-    data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
+    packer = zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)  # Nothing repeats.
+    data = packer.compress(raw) + packer.flush()
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote in a file, which zlib may have packed. The file can run no code."""
-    data = Path(path).read_bytes()
-    if not data.startswith(b"PK"):  # torch.save writes zip archives.
-        data = zlib.decompressobj().decompress(data, 32 * len(data))  # limited, against zip bombs
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        require(sum(e.file_size for e in archive.infolist()) <= len(data), "entries are packed")
+    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file stays
+    on the disk until its tensors are used, once for all ranks of a machine."""
+    is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
+    source = str(path)
+    if not is_plain:
+        data = Path(path).read_bytes()
+        source = io.BytesIO(zlib.decompressobj().decompress(data, 32 * len(data)))
+    with zipfile.ZipFile(source) as archive:
+        require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
         require(archive.testzip() is None, "a checksum in it is wrong")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not is_plain:
+        source.seek(0)
+    return torch.load(source, map_location="cpu", weights_only=True, mmap=is_plain)
 
 def load_weights(model, path: str | Path):
     """Load the weights of an artifact, state dict or checkpoint. Raises ValueError."""
@@ -1090,19 +1098,20 @@ def load_weights(model, path: str | Path):
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
-                scale, is_matrix = state["scales"][name], values.ndim == 2
-                fits = values.shape == model.get_parameter(name).shape
-                fits &= scale.shape == (values.shape[:1] if is_matrix else ())
-                require(fits, f"{name} has another shape")
-                scale = scale[:, None] if is_matrix else scale  # one for each row, or one for all
+                scale = state["scales"][name]
+                is_matrix = values.ndim == 2
+                wanted = model.get_parameter(name).shape
+                require((values.shape, scale.shape) == (wanted, wanted[:is_matrix]),
+                        f"{name} has another shape")
+                scale = scale[:, None] if is_matrix else scale  # of each row, or of all
                 state["passthrough"][name] = values.float() * scale
             state = state["passthrough"]
         model.load_state_dict(dict(state))  # dict(): without a file's _metadata
-    except Exception as error:  # Hostile or damaged files fail in many ways.
+    except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path, data: bytes):
-    """Write, set aside what was there, rename: `path` is never half a file. Raises OSError."""
+    """Write, set aside what was there, rename: `path` is never half. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # Somebody may have tidied up.
@@ -1119,7 +1128,7 @@ def write_whole(path, data: bytes):
 def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
     """x^T x (columns, columns) of the inputs of each weight, by its name. Collective."""
     model, calibration = trainer.model, {}
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "weight")}
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
@@ -1133,24 +1142,24 @@ def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
 
 # ---- Checkpoints -----------------------------------------------------------------------
 def list_checkpoints(config, suffix=".pt") -> list[Path]:
-    """The checkpoints of RUN_ID by their steps, or of every run by their times; newest first."""
+    """The checkpoints of RUN_ID by steps, or of all runs by times; the newest first."""
     pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}" + re.escape(suffix)
     folder = Path(config.out_dir or "logs")
     files = folder.glob("checkpoints/*" if config.out_dir else "*/checkpoints/*")
     found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
-    return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime_ns)[::-1]
+    return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime)[::-1]
 
 def find_checkpoint(config) -> dict:
-    """The checkpoint RESUME; "auto": the newest readable one, or {}. Raises ValueError."""
+    """The checkpoint RESUME; "auto": the newest readable, or {}. Raises ValueError."""
     paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
     for path in paths:
         try:
             state = read_saved(path)
             require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
-        except Exception as error:  # Hostile or damaged files fail in many ways.
+        except Exception as error:  # Damaged files fail in many ways.
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
-    require(not paths, f"RESUME={config.resume}: no checkpoint can be used; change it or RUN_ID")
+    require(not paths, f"RESUME={config.resume}: no usable checkpoint; change it or RUN_ID")
     return {}
 
 def resume(trainer, loader, state: dict):
@@ -1158,7 +1167,7 @@ def resume(trainer, loader, state: dict):
     try:
         old, new = {**asdict(Config()), **state["config"]}, asdict(trainer.config)
         refused = [f"{n} was {old[f.name]!r} and is {new[f.name]!r}" for n, f in FIELDS.items()
-                   if f.metadata["kind"] != "run" and old[f.name] != new[f.name]]
+                   if n not in OF_RUN and old[f.name] != new[f.name]]
         gone = sorted(old.keys() - new.keys() - IGNORED)
         refused += [f"{name.upper()} is unknown now" for name in gone if old[name]]
         require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
@@ -1166,7 +1175,7 @@ def resume(trainer, loader, state: dict):
         changed = [n for n, value in loader.about.items() if state.get(n, value) != value]
         require(not changed, f"{', '.join(changed)} changed: by data, ranks or GRAD_ACCUM_STEPS")
         trainer.load_state_dict(state)
-    except Exception as error:  # Hostile or damaged files fail in many ways.
+    except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
                          "undo that, or start anew with a new RUN_ID") from None
 
@@ -1179,33 +1188,32 @@ def save_checkpoint(trainer, loader, log):
                       **loader.about, **trainer.state_dict()})
         write_whole(path, data)
         log.event("checkpoint", step=step, file=path.name, bytes=len(data))
-        old = [p for p in list_checkpoints(config) if p != path][config.keep_checkpoints - 1:]
-        for file in old + list_checkpoints(config, ".pt.tmp"):  # also what a killed run left
+        old = [p for p in list_checkpoints(config) if p != path][KEPT_CHECKPOINTS - 1:]
+        for file in old + list_checkpoints(config, ".pt.tmp"):  # of killed runs
             file.unlink()
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
 
 # ---- A run -----------------------------------------------------------------------------
 class Clock:
-    """Steps, training time in ms, and signals to stop, on which the ranks `synchronize`."""
+    """Steps, training time in ms, and signals to stop; the ranks `synchronize` them."""
     def __init__(self, config, ranks):
         self.ranks, self.iterations = ranks, config.iterations
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
-        self.signals = []  # received by this process: number and time
+        self.signal = 0  # the first that this process received
         self.stop_signal = 0  # received by any rank when they last synchronized
         self.set(0, 0.0)
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # young objects, while no time counts: Python's own collection is off
+        gc.collect(1)  # young objects, off the clock: see `signals_kept`
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
     def synchronize(self, is_bad=False) -> bool:
         """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
-        number = self.signals[0][0] if self.signals else 0
         elapsed_ms = self.ranks.now_ms() - self.zero_ms
-        self.stop_signal, self.time_ms, is_bad = self.ranks.max(number, elapsed_ms, is_bad)
+        self.stop_signal, self.time_ms, is_bad = self.ranks.max(self.signal, elapsed_ms, is_bad)
         return bool(is_bad)
 
     @contextmanager
@@ -1214,42 +1222,40 @@ class Clock:
         self.synchronize()
         stopped_ms = self.time_ms
         yield
-        self.synchronize()  # Wait for all ranks and take their signals; the time is dropped.
+        self.synchronize()  # Wait for all ranks, take their signals, drop the time.
         self.set(self.step, stopped_ms)
 
     def on_signal(self, number: int, frame):
-        """Keep a signal for `synchronize`; Ctrl-C again, after a second, ends at once."""
-        now = time.monotonic()
-        if not self.signals and self.ranks.rank == 0:
+        """Keep a signal for `synchronize`."""
+        if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping after this step or score; Ctrl-C again: at once\n")
-        self.signals.append((number, now))
-        first, received = self.signals[0]
-        # Within a second of Ctrl-C, torchrun sends SIGTERM: that is no second wish.
-        if signal.SIGINT in (first, number) and now > received + 1:
-            leave = sys.exit if self.ranks.world_size == 1 else os._exit  # It waits for no rank.
-            leave(128 + number)
+                os.write(2, b"stopping after this step or score; Ctrl-\\: at once\n")
+        self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every`; never if that is 0."""
     return every > 0 and step % every == 0
 
 def warm_up(trainer, loader, log):
-    """Take WARMUP_STEPS steps of one micro-batch each, undo them and start the clock."""
-    before = saved(trainer.state_dict())
-    steps = trainer.config.warmup_steps if trainer.config.iterations else 0
+    """Before step 0, take WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
+    before = trainer.state_dict()  # Weights stay; the optimizers have no moments yet.
+    config = trainer.config
+    steps = config.warmup_steps if config.iterations and trainer.clock.step == 0 else 0
+    for optimizer in trainer.optimizers.values():
+        for group in optimizer.param_groups:
+            group["base_lr"] = 0.0
     for i in range(1, steps + 1):
         trainer.train_step(loader.batches(0)[:1])
         log.line(f"warmup_step:{i}/{steps}")
-    trainer.load_state_dict(torch.load(io.BytesIO(before), map_location="cpu"))
+    trainer.load_state_dict(before)
 
 def validate(trainer, validation, log):
     """Log the model's score, off the clock. Collective."""
     clock = trainer.clock
     with clock.paused():
-        score, label = validation.score(trainer.model), validation.label
+        score = validation.score(trainer.model)
         log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
-                  "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms" + label,
+                  "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms",
                   step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
                   step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
 
@@ -1257,27 +1263,28 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
     """Log the step just done; `since`: step and ms of the line before. Collective."""
     config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
     mean_loss = trainer.ranks.sum(loss).item() / trainer.ranks.world_size
-    rate = 1000 * config.train_batch_tokens * (step - since[0]) / max(time_ms - since[1], 1e-6)
+    tokens = config.train_batch_tokens * (step - since[0])
     optimizer = trainer.optimizers.get("muon", trainer.optimizers["adam"])
     log.event("train", "step:{step}/{iterations} train_loss:{train_loss:.4f} train_time:"
               "{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} grad_norm:"
               "{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}",
-              step=step, iterations=config.iterations, train_loss=mean_loss, train_time_ms=time_ms,
-              step_avg_ms=time_ms / step, grad_norm=norm.item(), tok_per_sec=rate,
+              step=step, iterations=config.iterations, train_loss=mean_loss,
+              train_time_ms=time_ms, step_avg_ms=time_ms / step, grad_norm=norm.item(),
+              tok_per_sec=1000 * tokens / max(time_ms - since[1], 1e-6),
               lr=optimizer.param_groups[0]["lr"], mem_mib=torch.cuda.max_memory_allocated() >> 20,
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, loader, validation, log):
-    """Write final_model.pt and final_model.int8.ptz; read the latter back. Raises OSError."""
+    """Write final_model.pt and final_model.int8.ptz; read the latter. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # Do not count the time that the last checkpoint took.
+    clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
             write_whole(Path(config.out_dir, "final_model.pt"), floats)
     batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
-    calibration = calibrate(trainer, batches) if batches else None  # It is training: time counts.
+    calibration = calibrate(trainer, batches) if batches else None  # It is training.
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1287,12 +1294,13 @@ def export(trainer, loader, validation, log):
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
-        data, about = pack(state, config, calibration)
-        most_clip = 2 * config.export_clip  # a limit, because the other ranks are waiting
-        while 0 < config.size_cap < len(data) + code and config.export_clip < most_clip:
-            log.line(f"WARNING: above SIZE_CAP with EXPORT_CLIP={config.export_clip:g}; raising it")
-            config = replace(config, export_clip=1.1 * config.export_clip)  # rounds more coarsely
-            data, about = pack(state, config, calibration)
+        cap = config.size_cap or math.inf
+        for i in range(9 if config.export_clip else 1):  # While the other ranks are waiting.
+            clipped = replace(config, export_clip=1.1**i * config.export_clip)
+            data, about = pack(state, clipped, calibration)
+            if len(data) + code <= cap:
+                break
+            log.line(f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP={clipped.export_clip:g}")
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
@@ -1304,8 +1312,6 @@ Total submission size int8+zlib: {total_bytes} bytes""",
                   model_total=len(floats) + code, total_bytes=len(data) + code,
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
-        if 0 < config.size_cap < len(data) + code:
-            log.line(f"WARNING: above SIZE_CAP={config.size_cap}; use EXPORT_CLIP or EXPORT_BITS")
         load_weights(trainer.model, path)
     if ranks.world_size > 1:  # The other ranks may not see the file.
         for p in trainer.model.parameters():
@@ -1314,44 +1320,41 @@ Total submission size int8+zlib: {total_bytes} bytes""",
 
 def log_final_scores(trainer, validation, log):
     """Score what the artifact holds. Raises ValueError if that is not finite."""
-    config, step, label = trainer.config, trainer.clock.step, validation.label
+    config, step = trainer.config, trainer.clock.step
     if config.eval_stride:
         score = validation.score(trainer.model, config.eval_stride)
         log.event("windows", "windows val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f} "
-                  "eval_time:{eval_time_ms:.0f}ms" + label, step=step, **score)
+                  "eval_time:{eval_time_ms:.0f}ms", step=step, **score)
     score = validation.score(trainer.model)
     log.event("final", "final_int8_zlib_roundtrip val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
-              "eval_time:{eval_time_ms:.0f}ms" + label + "\nfinal_int8_zlib_roundtrip_exact "
-              "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}" + label, step=step, **score)
+              "eval_time:{eval_time_ms:.0f}ms\nfinal_int8_zlib_roundtrip_exact "
+              "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}", step=step, **score)
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of batch, spans and micro-batches. A step reads 8 equal spans of text (4, 2 or
-    1 if it has fewer rows); numbers of ranks that divide it train alike. Raises ValueError."""
+    """Set the sizes of spans and micro-batches. A step reads 8 spans of text (4, 2 or 1 if
+    it has fewer rows); numbers of ranks that divide it train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     unit = spans_per_rank * ranks.world_size * length
-    require(2 * tokens >= unit,
-            f"TRAIN_BATCH_TOKENS={tokens} is less than half of {unit}; lower TRAIN_SEQ_LEN")
-    tokens = max(1, round(tokens / unit)) * unit
-    if tokens != config.train_batch_tokens and ranks.rank == 0:
-        print(f"warning: TRAIN_BATCH_TOKENS={tokens}, a multiple of {unit}", file=sys.stderr)
+    nearest = max(1, round(tokens / unit)) * unit
+    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is no multiple of {unit} "
+            f"(spans * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
-    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # On CPUs, 2 MiB stay in the cache.
+    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.35 if config.compile == "1" else 0.12
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
     rows = tokens // (ranks.world_size * length)  # of a rank
     at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
-    return replace(config, train_batch_tokens=tokens, grad_accum_steps=spans_per_rank,
-                   micro_batch_tokens=at_once * length)
+    return replace(config, grad_accum_steps=spans_per_rank, micro_batch_tokens=at_once * length)
 
 def resolve(config, ranks) -> Config:
-    """Replace automatic settings with their values; round the batch. Raises ValueError."""
+    """Replace automatic settings with their values. Raises ValueError."""
     device = ranks.device.type
     other = "float16" if device == "cuda" else "float32"  # A T4 is fast in float16 only.
     if config.dtype == "auto":
@@ -1364,7 +1367,7 @@ def resolve(config, ranks) -> Config:
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
-            f"or not the model's, of TOKENIZER_SHA256={config.tokenizer_sha256}; use its data")
+            f"or not the model's, of TOKENIZER_SHA256={config.tokenizer_sha256}")
     return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
                    attn=choose_attention(config, ranks.device), tokenizer_sha256=digest,
                    fused=config.fused and device != "mps")
@@ -1372,18 +1375,17 @@ def resolve(config, ranks) -> Config:
 def announce(trainer, loader, validation, log, overrides: dict):
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
-    settings = {name: getattr(c, f.name) for name, f in FIELDS.items()}
     rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers.values() for g in o.param_groups}
-    log.event("config", config=settings, overrides=overrides, data_sha256=validation.data_sha256,
+    log.event("config", config={name: getattr(c, f.name) for name, f in FIELDS.items()},
+              overrides=overrides, data_sha256=validation.data_sha256, torch=torch.__version__,
               val_tokens=validation.num_targets, val_bytes=validation.bytes,
-              torch=torch.__version__, world_size=ranks.world_size, threads=torch.get_num_threads(),
+              world_size=ranks.world_size, threads=torch.get_num_threads(),
               gpu=torch.cuda.get_device_name() if c.device == "cuda" else "")
     log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
 tokenizer_path={c.tokenizer_path}
 train_loader:dataset:{Path(c.data_path).name} train_shards:{len(loader.shards) if loader else 0} \
 tokens:{loader.num_tokens if loader else 0}
-val_loader:shards pattern={c.data_path}/*_val_*.bin \
-tokens:{validation.num_targets}{validation.label}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.num_targets}
 model_params:{sum(p.numel() for p in trainer.model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
@@ -1398,25 +1400,26 @@ seed:{c.seed}""")
 
 def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
-    config, model = trainer.config, trainer.model
-    torch.compiler.reset()  # An earlier run of this process may be near the limit of shapes.
-    for part in [model] if config.compile == "1" else model.blocks:
-        part.compile(dynamic=False, fullgraph=True)
-    if config.compile == "blocks":
+    mode, model = trainer.config.compile, trainer.model
+    torch.compiler.reset()  # Another run may be near the limit of shapes.
+    options = {"mode": "max-autotune-no-cudagraphs"} if mode == "max-autotune" else {}
+    for part in model.blocks if mode == "blocks" else [model]:
+        part.compile(dynamic=False, fullgraph=True, **options)
+    if mode == "blocks":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        reason = str(error).partition("Output:")[2] or repr(error)  # what a C++ compiler says
-        raise ValueError(f"COMPILE={config.compile} failed: {reason:.400}; try 0") from None
+        reason = str(error).partition("Output:")[2] or repr(error)  # a compiler's
+        raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
 def signals_kept(clock):
-    """In a run, `clock` gets the signals that nohup leaves, and no garbage is collected."""
+    """In a run, `clock` gets signals (not those that nohup ignores); garbage stays."""
     stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
-    gc.disable()  # It slows compiling, and one rank's collection would hold up the others.
+    gc.disable()  # It slows compiling, and other ranks wait for it.
     try:
         yield
     finally:
@@ -1425,17 +1428,17 @@ def signals_kept(clock):
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
 def run(config, overrides: dict, source: str) -> int:
-    """Train, export and score; return the exit status. `main` says what its errors mean."""
+    """Train, export and score; return the exit status. `main` says what errors mean."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # .ptz: only score it
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else: score
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
-    settings = [getattr(config, f.name) for f in fields(config)
-                if f.type is not str or f.metadata["kind"] != "run"]  # Paths and RUN_ID may differ.
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()
+                if name not in OF_RUN or not isinstance(f.default, str)]  # Paths may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
@@ -1445,7 +1448,7 @@ def run(config, overrides: dict, source: str) -> int:
         resume(trainer, loader, checkpoint)
     if ranks.rank == 0:
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir!r} is not writable")
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides)
     if checkpoint:
@@ -1464,7 +1467,7 @@ def run(config, overrides: dict, source: str) -> int:
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
-            export(trainer, loader, validation, log)  # A signal that comes now waits for its files.
+            export(trainer, loader, validation, log)  # A signal now waits for its files.
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
@@ -1474,23 +1477,20 @@ def run(config, overrides: dict, source: str) -> int:
     return 128 + int(clock.stop_signal) if clock.stop_signal else 0
 
 def main() -> int:
-    """Run the script with this process's arguments and environment; return the exit status."""
+    """Run the script with this process's arguments and environment; the exit status."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
-        print(__doc__)
-        for name, f in FIELDS.items():
-            about, default = f.metadata, f"{name}={f.default}"
-            print(f"{about['section']}  {default:<35} {about['help']}  {about['choices']}")
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+        settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
+        print(__doc__, re.sub(r"\n    \w+:", lambda name: name[0].upper(), settings))
         return 0
     status = 1
     try:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
-            torch.AcceleratorError) as error:
-        hint = " (perhaps as a link to nothing)" if isinstance(error, FileExistsError) else ""
+            torch.AcceleratorError, torch.OutOfMemoryError) as error:
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        hint = "\nLower MICRO_BATCH_TOKENS or MODEL_DIM" if is_memory else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr, flush=True)
-    except torch.OutOfMemoryError as error:
-        print(f"train_gpt.py: {error}\nLower MICRO_BATCH_TOKENS or MODEL_DIM", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
     return status

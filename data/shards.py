@@ -281,6 +281,6 @@ def summarize(out: str, splits: dict) -> str:
     if splits["train"]["documents"]:  # run.sh sets what suits the machine, and reads paths from its own folder
         command = [os.path.join(here, "run.sh"), f"DATA_PATH={os.path.relpath(out, REPOSITORY)}"]
     else:
-        command = ["python", os.path.join(here, "train_gpt.py"), f"DATA_PATH={out}", "ITERATIONS=0", "INIT_FROM=RUN_ID"]
+        command = ["python", os.path.join(here, "train_gpt.py"), f"DATA_PATH={out}", "ITERATIONS=0", "INIT_FROM=FILE"]
     lines.append("next: " + shlex.join(command))
     return "\n".join(lines)

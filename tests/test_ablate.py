@@ -94,7 +94,7 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
     first = effects.read_run(tmp_path / "first.jsonl")
     assert first.bpb == 1.5 and first.artifact_bytes == 12 and first.step_ms == 10 and first.curve == {100: 1.49}
     same = {"seed": {"seed": 2}, "name": {}, "comment": {"source": SOURCE.replace("# the artifact", "# the file")},
-            "docstring": {"source": SOURCE.replace('"""Every setting of a run.', '"""All settings of a run.')},
+            "docstring": {"source": SOURCE.replace('"""Every setting of a run', '"""Each setting of a run')},
             "path": {"DATA_PATH": "elsewhere"}}
     other = {"code": {"source": SOURCE.replace("1.19e-7", "1.2e-7")}, "data": {"data": "b"}, "machine": {"gpu": "H100"},
              "setting": {"MLP_SLOPE": 0.5}, "length": {"ITERATIONS": 200}, "timed": {"MAX_WALLCLOCK_SECONDS": 9.0}}
@@ -353,7 +353,7 @@ def test_ablations_are_stopped_repeated_and_judged(laboratory, tmp_path):
 def test_scores_are_checked_and_two_commands_share_their_runs(laboratory):
     start, logs, data = laboratory
     slow = "slow MATRIX_LR=1e-9 SCALAR_LR=1e-9 TIED_EMBED_LR=1e-9"
-    both = [start(slow, "honest script=honest.py", "--settings", "VAL_TOKENS=256", most="2") for _ in range(2)]
+    both = [start(slow, "honest script=honest.py", "--settings", "VAL_LOSS_EVERY=0", most="2") for _ in range(2)]
     for process in both:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, output + errors

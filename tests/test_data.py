@@ -128,7 +128,7 @@ def test_a_mac_scores_on_the_path_of_training(tmp_path):
 def test_every_token_is_scored_once_with_the_longest_context(tmp_path, length, stride, world_size, micro):
     """In forward passes of one shape, whose parts the ranks share."""
     config = tiny_config(grad_accum_steps=1, micro_batch_tokens=micro, val_batch_size=8192, train_seq_len=length,
-                         data_path=str(tmp_path), val_tokens=5000)  # there are fewer
+                         data_path=str(tmp_path))
     model = train_gpt.GPT(config)
     for p in model.parameters():  # as drawn, all tokens are as likely
         torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(1))
@@ -148,7 +148,7 @@ def test_every_token_is_scored_once_with_the_longest_context(tmp_path, length, s
                                       sum=lambda nats: parts.append(nats.item()) or nats)
         validation = train_gpt.Validation(config, ranks)
         score = validation.score(called, stride)
-    assert sum(parts) == pytest.approx(total, rel=1e-5) and validation.label == ""
+    assert sum(parts) == pytest.approx(total, rel=1e-5)
     assert len({call.args[0].shape for call in called.call_args_list}) == 1
     if world_size == 1:
         text_bytes = int((tokens[1:count + 1] >= 4).sum())  # special tokens have none

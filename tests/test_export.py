@@ -88,17 +88,11 @@ def test_control_tensors_keep_eight_bits():
     assert artifact["quantized"]["blocks.0.resid_mix"].abs().max() == 127
 
 
-def test_the_smaller_coding_is_written():
-    """Normally distributed levels never repeat: Huffman codes alone need less. A matrix that repeats needs zlib's search."""
-    config = tiny_config(int8_keep_float_max_numel=0, export_bits=4)
-    normal = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    for weight, smaller in ((normal, 0), (normal[:4].repeat(64, 1), 1)):
-        data, _ = train_gpt.pack({"blocks.0.mlp.fc.weight": weight}, config)
-        raw, sizes = zlib.decompress(data), []
-        for strategy in (zlib.Z_HUFFMAN_ONLY, zlib.Z_DEFAULT_STRATEGY):
-            packer = zlib.compressobj(9, strategy=strategy)
-            sizes.append(len(packer.compress(raw) + packer.flush()))
-        assert len(data) == min(sizes) == sizes[smaller] < max(sizes)
+def test_the_coding_suits_numbers_that_never_repeat():
+    """Normally distributed levels, which Huffman codes alone pack better than zlib's search for repetition."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    data, _ = train_gpt.pack({"blocks.0.mlp.fc.weight": weight}, tiny_config(int8_keep_float_max_numel=0, export_bits=4))
+    assert len(data) < len(zlib.compress(zlib.decompress(data), 9))
 
 
 def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, capsys):
@@ -111,14 +105,14 @@ def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, cap
     for cap, warns in ((size, False), (size - 1, True)):
         capsys.readouterr()
         run_here(monkeypatch, tmp_path, *words, f"SIZE_CAP={cap}")
-        assert (f"WARNING: above SIZE_CAP={cap}; use EXPORT_CLIP or EXPORT_BITS" in capsys.readouterr().out) == warns
+        assert (f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP=0" in capsys.readouterr().out) == warns
     coarse = [*words, "EXPORT_CLIP=4", "INT8_KEEP_FLOAT_MAX_NUMEL=100"]
     run_here(monkeypatch, tmp_path, *coarse)
     cap = artifact.stat().st_size + code - 500
     run_here(monkeypatch, tmp_path, *coarse, f"SIZE_CAP={cap}")  # EXPORT_CLIP rises until it fits
     out = capsys.readouterr().out
     assert artifact.stat().st_size + code <= cap
-    assert "WARNING: above SIZE_CAP with EXPORT_CLIP=4; raising it" in out and "; use EXPORT_CLIP or EXPORT_BITS" not in out
+    assert f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP=4\n" in out
 
 
 # ---- Files that are refused --------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
         path.write_text(other)
         assert not common.has_finished(tmp_path, "run", settings, 1)
         path.write_text(text)
-    more = tiny_arguments("tiny", RUN_ID="more", OUT_DIR="logs/more", INIT_FROM="run")
+    more = tiny_arguments("tiny", RUN_ID="more", OUT_DIR="logs/more", INIT_FROM="logs/run/final_model.int8.ptz")
     run_here(monkeypatch, tmp_path, *more)
     assert common.has_finished(tmp_path, "more", common.pairs_of(more), 1)
 

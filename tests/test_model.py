@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, lanes=2)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
-                        if f.type is bool and f.metadata["kind"] == "model" and not f.default}
+                        if f.type is bool and f.name.upper() in train_gpt.OF_MODEL and not f.default}
 
 
 @pytest.mark.parametrize("switch", [""] + [name for name, value in SWITCHES.items() if value is True])

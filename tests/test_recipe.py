@@ -20,7 +20,7 @@ BASE = dict(
     iterations=12, warmdown_iters=5, muon_momentum_warmup_start=0.2, muon_momentum=0.9, muon_momentum_warmup_steps=8,
     muon_backend_steps=4, beta1=0.8, beta2=0.7, adam_eps=1e-3, qk_gain_init=2.5, tied_embed_init_std=0.05, tied_embed_lr=0.02,
     matrix_lr=0.03, scalar_lr=0.04, num_layers=3, seed=7, val_loss_every=5, train_log_every=12, checkpoint_every=1,
-    keep_checkpoints=99, int8_keep_float_max_numel=100)
+    int8_keep_float_max_numel=100)
 CASES = {
     "published": {}, "bfloat16": dict(dtype="bfloat16"),
     "untied": dict(tie_embeddings=False, embed_lr=0.5, head_lr=0.006, weight_decay=0.3, grad_clip_norm=0.8, lr_warmup_steps=3,
@@ -41,6 +41,7 @@ def run(request, tmp_path_factory):
         texts[-1][::100] = 1  # where a document begins
         write_shard(folder / f"x_{name}.bin", texts[-1])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "KEPT_CHECKPOINTS", 99)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 700 << 20)
         words = tiny_arguments(folder, RUN_ID="run", **{name.upper(): value for name, value in changes.items()})
         run_here(patch, folder, *words)

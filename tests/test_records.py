@@ -103,7 +103,6 @@ def pin(folder: Path, **values) -> None:
 
 
 MISTAKES = {
-    "part of the validation text": (lambda f: setting(f, "VAL_TOKENS", "64"), "VAL_TOKENS scores a part"),
     "a resumed run": (lambda f: change(f, "train", event="resume"), "a record is one run from its first step to its end"),
     "a link": (lambda f: ((f / "curve.png").unlink(), (f / "curve.png").symlink_to("README.md")), "curve.png must be files, not links"),
     "a loss that is not finite": (lambda f: change(f, "train", train_loss=None), "train_seed2: a loss is not finite"),
@@ -251,7 +250,7 @@ def test_a_wrong_score_is_found(records, name):
     (["--seeds", "1,-2"], "--seeds: '1,-2' must be whole numbers"), (["--ranks", "2"], "--ranks 2 is more than the track's 1"), (["--seeds", "1,2,02"], r"--seeds \[1, 2, 2\] must be different"),
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
-    (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["VAL_TOKENS=64"], "VAL_TOKENS scores a part"),
+    (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), 
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", TRAIN_SEQ_LEN="64", **CAP), "2944 validation tokens of 2944 bytes are not those of the division"),
     (["--track", "none"], r"invalid choice: 'none' \(choose from .*track_tiny"),

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 from contextlib import redirect_stdout
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import train_gpt
 from conftest import TINY, make_shards, tiny_arguments, write_shard
 
 SMALL = dict(
-    RUN_ID="run", NUM_LAYERS=2, MODEL_DIM=16, TRAIN_SEQ_LEN=8, TRAIN_BATCH_TOKENS=128, MICRO_BATCH_TOKENS=128, VAL_TOKENS=128,
+    RUN_ID="run", NUM_LAYERS=2, MODEL_DIM=16, TRAIN_SEQ_LEN=8, TRAIN_BATCH_TOKENS=128, MICRO_BATCH_TOKENS=128,
     VAL_BATCH_SIZE=1024, ITERATIONS=2, VAL_LOSS_EVERY=0, INT8_KEEP_FLOAT_MAX_NUMEL=100, CHECKPOINT_EVERY=2, WARMUP_STEPS=0)
 OTHERS = {  # where the rule of `other_value` does not do: a value, and what both runs need for it to matter
     "RUN_ID": "other", "OUT_DIR": "out", "DATA_PATH": "../other", "INIT_FROM": "../start/final_model.pt",
@@ -21,7 +22,7 @@ OTHERS = {  # where the rule of `other_value` does not do: a value, and what bot
     "VOCAB_PAD": "64", "ROPE_DIMS": "2", "ADAM_LR": "0.1 OPTIMIZER=adamw", "EMBED_LR": "0.1 TIE_EMBEDDINGS=0",
     "HEAD_LR": "0.1 TIE_EMBEDDINGS=0", "MUON_MOMENTUM": "0.5", "MUON_MOMENTUM_WARMUP_START": "0.5", "BETA1": "0.5",
     "BETA2": "0.5", "DROPOUT": "0.5", "LR_SCHEDULE": "cosine WARMDOWN_ITERS=1", "LR_WARMUP_STEPS": "2",
-    "WARMDOWN_FRACTION": "0.5", "GRAD_CLIP_NORM": "0.01", "CHECKPOINT_EVERY": "1", "KEEP_CHECKPOINTS": "1 CHECKPOINT_EVERY=1",
+    "WARMDOWN_FRACTION": "0.5", "GRAD_CLIP_NORM": "0.01", "CHECKPOINT_EVERY": "1",
     "CONTROL_TENSOR_NAME_PATTERNS": "q_gain"}
 REFUSED = {  # a value, and the error
     "TOKENIZER_PATH": ("none.model", "none.model.* cannot be read"), "TOKENIZER_SHA256": ("0", "TOKENIZER_SHA256=0"),
@@ -36,10 +37,11 @@ def other_value(name: str) -> str:
     """On for off, another choice, or twice the number, or 1 for 0."""
     f = train_gpt.FIELDS[name]
     base = {**TINY, **SMALL}.get(name, f.default)
-    choices = ["1", "0"] if f.type is bool else f.metadata["choices"].split("|")
-    if choices == [""]:
-        return str(2 * f.type(base) or 1)
-    return next(choice for choice in choices if train_gpt.parse_value(name, choice) != train_gpt.parse_value(name, str(base)))
+    known = ["1", "0"] if f.type is bool else get_args(f.type)
+    if not known:
+        return str(2 * type(f.default)(base) or 1)
+    own = train_gpt.parse_value(name, str(base))
+    return next(str(value) for value in known if train_gpt.parse_value(name, str(value)) != own)
 
 
 @pytest.fixture(scope="module")

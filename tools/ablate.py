@@ -52,7 +52,7 @@ LOGS = ROOT / "logs"
 MOST_SEEDS = 64  # for which the bounds can be simulated in seconds
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
 SCORED_AGAIN = 1e-3  # bits per byte; compiled and eager models round differently
-FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "VAL_TOKENS", "RUN_ID", "OUT_DIR", "RESUME"}
+FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RUN_ID", "OUT_DIR", "RESUME"}
 
 
 @dataclass
@@ -177,7 +177,7 @@ def make_plans(arms: list[Arm], environment: dict, draws: bool) -> None:
 
 def validation_of(plan: dict):
     """Return the Validation that this checkout's script would score a plan on."""
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN", "VAL_TOKENS")
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
     return load_validation(*(f"{name}={plan['config'][name]}" for name in names))
 
 

@@ -78,7 +78,7 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
     from train_gpt import load_config
     try:
         events = read_events(root / "logs" / f"{run_id}.jsonl")
-        with chdir(root):  # where INIT_FROM=RUN_ID is looked up
+        with chdir(root):  # where relative paths begin
             _, overrides = load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
         is_same = given_settings(events[0]) == given_settings({"overrides": overrides})
         script = (root / "train_gpt.py").read_text(encoding="utf-8")

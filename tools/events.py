@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = "final_model.int8.ptz"
 RULE = "=" * 100  # divides source, machine and lines in a text log
 # Settings that do not change what is trained, so that the seeds of a record may differ in them.
-MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY", "KEEP_CHECKPOINTS"}
+MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY"}
 # The end of the name of a log from before a resume, a time in ns. With its many digits, "wd0.05" is not an older log of "wd0".
 OLDER = r"\.\d{10,}$"
 MAX_LISTED = 10  # runs in a message, the newest

@@ -26,7 +26,7 @@ from events import (
 # Runs that differ only in these settings are seeds of one group.
 SAME_GROUP = MAY_DIFFER_BETWEEN_SEEDS | {"TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 UNNAMED = SAME_GROUP | {"TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"}  # the last three follow from DATA_PATH
-ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH", "VAL_TOKENS")  # runs that share these can compare losses
+ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH")  # runs that share these can compare losses
 MAX_LABEL, LINE = 200, 90  # characters
 LATE = 0.1  # of a run: no line leads from step 0 to a first validation that is later
 BEGINNING = 0.04  # of a run: its values may leave the panel, since they would flatten the rest
