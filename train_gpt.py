@@ -610,8 +610,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
-            # One bucket for each type of gradient leaves one graph.
-            torch._dynamo.config.optimize_ddp = False
+            torch._dynamo.config.optimize_ddp = False  # One bucket needs no parts of the graph.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
                            broadcast_buffers=False)
 
@@ -1068,11 +1067,11 @@ def saved(value) -> bytes:
     return buffer.getvalue()
 
 def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
-    """The artifact's file, and what the log says of it."""
+    """The artifact's file, in the smaller of two codings, and what the log says of it."""
     artifact, payload = quantize(state, config, calibration)
     raw = saved(artifact)
-    packer = zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)  # Nothing repeats.
-    data = packer.compress(raw) + packer.flush()
+    packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
+    data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
     return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
@@ -1082,8 +1081,8 @@ def read_saved(path: str | Path) -> dict:
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
-        data = Path(path).read_bytes()
-        source = io.BytesIO(zlib.decompressobj().decompress(data, 32 * len(data)))
+        packed = Path(path).read_bytes()  # A limit keeps zip bombs small.
+        source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
     with zipfile.ZipFile(source) as archive:
         require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
         require(archive.testzip() is None, "a checksum in it is wrong")
@@ -1488,9 +1487,10 @@ def main() -> int:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError)
-        hint = "\nLower MICRO_BATCH_TOKENS or MODEL_DIM" if is_memory else ""
-        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr, flush=True)
+        hints = {torch.OutOfMemoryError: "\nLower MICRO_BATCH_TOKENS or MODEL_DIM",
+                 FileExistsError: " (perhaps as a link to nothing)"}
+        hint = hints.get(type(error), "")
+        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
     return status
