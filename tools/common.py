@@ -17,9 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+PRESETS = ROOT / "records" / "presets"
 # For the runs that are started: glibc keeps freed memory for the next step, and takes huge pages, which is faster on CPUs.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc."
                       "trim_threshold=0xffffffffffffffff")
+# OpenMP's threads wait for one another by spinning, which makes steps several times slower if other programs are busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from events import given_settings, interpreter, read_events  # noqa: E402
 
@@ -50,11 +53,18 @@ def read_settings(path: str | Path) -> tuple[dict[str, str], str]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         settings = pairs_of([line for line in lines if line and not line.startswith("#")])
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}; presets in records/presets: {' '.join(presets())}") from None
     except ValueError as error:
         hint = "; save the file as UTF-8" if isinstance(error, UnicodeError) else ""
         raise ValueError(f"{path}: {error}{hint}") from None
     tokenizers = [line.removeprefix("# tokenizer: ") for line in lines if line.startswith("# tokenizer: ")]
     return settings, tokenizers[-1].strip() if tokenizers else ""
+
+
+def presets() -> list[str]:
+    """Return the names of the presets that name their tokenizer: the others only add to a preset."""
+    return sorted(path.stem for path in PRESETS.glob("*.env") if read_settings(path)[1])
 
 
 def pairs_of(words: list[str]) -> dict[str, str]:

@@ -220,33 +220,72 @@ def name_best(events: list[dict]) -> str:
             f"{scores[-1]['step']:,}, with {scores[-1]['val_bpb']:.4f}")
 
 
-def next_steps(log: Path, model: Path | None, start: dict, steps: int) -> list[str]:
-    """Return commands for what one does next with a run, whose artifact is `model` and whose "config" event is `start`. `steps`:
-    those that would have been enough, or 0."""
-    python, is_here = interpreter(), log.parent == Path("logs")
-    sample, plot, prepare, run = (typed(ROOT / name) for name in ("tools/sample.py", "tools/plot.py", "data/prepare.py", "run.sh"))
-    run = run if "/" in run else f"./{run}"
-    plot = f"{python} {plot} {shlex.quote(log.stem if is_here else str(log))}"
-    if not find_spec("matplotlib"):
-        plot = f"{python} -m pip install matplotlib && {plot}"
+def find_checkpoint(events: list[dict]) -> Path | None:
+    """Return the last checkpoint of a run that is still there."""
+    folder = Path(events[0]["config"]["OUT_DIR"], "checkpoints")
+    found = [folder / event["file"] for event in events if event["event"] == "checkpoint"]
+    return next(filter(Path.is_file, reversed(found)), None)
+
+
+def runner() -> str:
+    """Return run.sh as one types it in this folder."""
+    path = typed(ROOT / "run.sh")
+    return path if "/" in path else f"./{path}"
+
+
+def repeated(start: dict, *changes: str) -> str:
+    """Return the command that trains like the run of a "config" event, with other settings."""
+    left_out = {*MAY_DIFFER_BETWEEN_SEEDS, *(word.partition("=")[0] for word in changes)}
+    words = [f"{name}={text}" for name, text in given_settings(start).items() if name not in left_out]
+    presets = [Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")]
+    preset = f"--preset {presets[-1]} " if presets and presets[-1] != "quick" else ""
+    return f"{runner()} {preset}{shlex.join([*words, *changes])}"
+
+
+def resumption(log: Path, start: dict) -> str:
+    """Return the command that continues a run from its checkpoint: run.sh finds most settings in the log."""
+    given = given_settings(start)
+    words = [f"{name}={given[name]}" for name in ("DATA_PATH", "OUT_DIR") if name in given]
+    return f"{runner()} {shlex.join([*words, f'RUN_ID={log.stem}', 'RESUME=auto'])}"
+
+
+def next_steps(log: Path, model: Path | None, events: list[dict], steps: int) -> list[str]:
+    """Return commands for what one does next with a run, whose artifact or checkpoint is `model`. `steps`: those that would have
+    been enough, or 0."""
+    python, is_here, start = interpreter(), log.parent == Path("logs"), events[0]
+    sample, plot, prepare = (typed(ROOT / name) for name in ("tools/sample.py", "tools/plot.py", "data/prepare.py"))
+    run = shlex.quote(log.stem if is_here else str(log))
+    commands = []
+    if model:
+        of_run = run if is_here and model.name == MODEL_FILE else shlex.quote(str(model))
+        commands.append(f"{python} {sample} {of_run} --interactive")
+    install = "" if find_spec("matplotlib") else f"{python} -m pip install matplotlib && "
+    commands.append(f"{install}{python} {plot} {run}    # add other RUN_IDs to compare")
     presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
-    data = start["config"]["DATA_PATH"]
+    is_own_text = not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb"))
     if steps and "quick" in presets:
-        left_out = {*MAY_DIFFER_BETWEEN_SEEDS, "VAL_LOSS_EVERY", "ITERATIONS"}
-        words = [f"{name}={text}" for name, text in given_settings(start).items() if name not in left_out]
-        words.append(f"ITERATIONS={steps}")
-        more = f"{run} {shlex.join(words)}    # only as long as it improved"
-    elif not Path(data).name.startswith(("sotu", "fineweb")):  # it is the user's own text
-        more = f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting"
+        commands.append(f"{repeated(start, 'VAL_LOSS_EVERY', f'ITERATIONS={steps}')}    # only as long as it improved")
+    elif is_own_text:
+        commands.append(f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting")
     elif "quick" in presets:
-        more = f"{run} --preset {better}    # ten minutes, a better model"
-    else:
-        more = f"{python} {prepare} FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text"
-    commands = [f"{plot}    # add other RUN_IDs to compare", more]
-    if model:
-        commands.insert(0, f"{python} {sample} {shlex.quote(log.stem if is_here else str(model))} --interactive")
+        commands.append(f"{runner()} --preset {better}    # ten minutes, a better model")
+    if not is_own_text:
+        commands.append(f"{python} {prepare} FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text")
     return commands
+
+
+def describe_machine(latest: dict[str, dict]) -> str:
+    """Return what a run found: the device, the type and the kernel, and with them its speed and memory."""
+    start, train = latest["config"], latest.get("train", {})
+    config = start["config"]
+    place = f"{start.get('world_size', 1)} x {start['gpu']}" if start.get("gpu") else config.get("DEVICE", "")
+    found = [place, config["DTYPE"], f"attention {config.get('ATTN', 'as in its script')}"]
+    if train.get("tok_per_sec"):
+        found.append(f"{train['tok_per_sec']:,.0f} tokens/s")
+    if train.get("mem_mib"):
+        found.append(f"{train['mem_mib'] / 1024:.1f} GiB of its memory")
+    return ", ".join(found)
 
 
 def find_artifact(log: Path, start: dict, export: dict) -> Path | None:
@@ -260,13 +299,28 @@ def find_artifact(log: Path, start: dict, export: dict) -> Path | None:
     return next((path for path in there if wanted in (None, sha256(path.read_bytes()).hexdigest())), None)
 
 
+def describe_unfinished(log: Path, events: list[dict]) -> str:
+    """Return where a run without a final score is, and commands that continue it or begin it again."""
+    start, checkpoint = events[0], find_checkpoint(events)
+    step = max(event.get("step", 0) for event in events)
+    if checkpoint:
+        first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
+    else:
+        first = f"{repeated(start, 'CHECKPOINT_EVERY=100')}    # again, with checkpoints from which to continue"
+        there_is = "there is none"
+    commands = "\n             ".join([first, *next_steps(log, checkpoint, events, 0)])
+    return f"""{log}: the run has not ended; its last event is of step {step:,}
+checkpoint   {there_is}
+next         {commands}"""
+
+
 def summarize(log: Path) -> str:
     """Return what a run made, and commands for what one does next."""
     history = read_history(log, is_outline=True)
     latest = {event["event"]: event for event in history}
     start = latest["config"]
     if "final" not in latest:
-        return f"{log}: the run has not ended; if it has checkpoints, resume it with RUN_ID={log.stem} RESUME=auto"
+        return describe_unfinished(log, history)
     final, export = latest["final"], latest.get("export")
     if final["val_bpb"] is None:
         return f"{log}: the final score is not finite"
@@ -283,9 +337,10 @@ def summarize(log: Path) -> str:
     if model:
         has_more = model.with_name("final_model.pt").is_file()
         place = f"{model}{'; final_model.pt beside it has all weights in full' * has_more}"
-    commands = "\n          ".join(next_steps(log, model, start, steps))
+    commands = "\n          ".join(next_steps(log, model, history, steps))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
 {size:,} bytes of model and code{too_large}{name_best(history)}{warning}
+machine   {describe_machine(latest)}
 log       {log}{beside}
 model     {place}
 next      {commands}"""

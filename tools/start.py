@@ -1,0 +1,453 @@
+"""Train on this machine: choose settings and data, start train_gpt.py, show how it goes, say what to do next.
+
+    ./run.sh [NAME=value ...]         install into .venv, then train; without a GPU, two minutes on speeches
+    ./run.sh --preset NAME [...]      the settings of records/presets/NAME.env
+    ./run.sh RUN_ID=... RESUME=auto   continue from a checkpoint, with the settings that the run began with
+    ./run.sh test [...]               run the tests; -m slow: the slow ones; -m gpu: those that need a GPU
+
+NAME=value, an argument or a variable of the environment, reaches train_gpt.py and wins over what is chosen here.
+PYTHON names the interpreter that makes .venv.
+"""
+
+import argparse
+import glob
+import math
+import os
+import queue
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from common import ROOT, gpu_names, launcher, load_json, presets, read_settings
+from events import interpreter, newest_first, parse_event, prepare_output, read_outline, summarize
+
+MANY_TOKENS = 2_000_000  # of a text on which two minutes of records/presets/quick.env do not overfit
+FEW_TOKENS = 600_000
+ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU; the speeches would be read dozens of times
+FINEWEB = ("sp1024", "sp4096", "sp8192")  # the tokenizers for which FineWeb's tokens can be downloaded
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+TRACKERS = ("wandb", "trackio", "tensorboard")
+
+
+# ---- What to train -----------------------------------------------------------------------------
+
+
+@dataclass
+class Start:
+    """A run to start: the arguments of train_gpt.py and the number of processes, all on this machine."""
+    arguments: list[str]
+    ranks: int
+
+
+def preset_file(name: str) -> tuple[Path, str]:
+    """Return the file and the tokenizer of a preset. Raises ValueError."""
+    path = Path("records/presets", f"{name}.env")
+    _, tokenizer = read_settings(path)
+    if not tokenizer:
+        raise ValueError(f"{path} has no line like '# tokenizer: sp1024': add one, or if it only adds to a preset, "
+                         "give both to train_gpt.py")
+    return path, tokenizer
+
+
+def count_gpus(device: str) -> int:
+    """Return how many GPUs to use for DEVICE. Raises ValueError if PyTorch cannot use those of the machine."""
+    if device.lower() not in ("", "auto", "cuda"):
+        return 0
+    import torch
+    count = torch.cuda.device_count()
+    if not count and not device and "CUDA_VISIBLE_DEVICES" not in os.environ and gpu_names():
+        raise ValueError("PyTorch cannot use this machine's GPUs: install a build for their driver into .venv "
+                         "(see pytorch.org), or set DEVICE=cpu")
+    return count
+
+
+def count_tokens(data: str) -> int:
+    """Return the number of training tokens in a folder made by prepare.py; MANY_TOKENS if it does not say."""
+    try:
+        return int(load_json(Path(data, "manifest.json"))["splits"]["train"]["tokens"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return MANY_TOKENS
+
+
+def check_data(data: str) -> None:
+    """Raise ValueError if a DATA_PATH is found from the folder in which the user is, but not from here."""
+    called_from = Path(os.environ.get("OLDPWD", ""))
+    if data and not Path(data).exists() and Path(called_from, data).exists():
+        raise ValueError(f"DATA_PATH={data} does not exist in {ROOT}; you may mean "
+                         f"DATA_PATH={shlex.quote(str(called_from / data))}")
+
+
+def call(*command: str) -> None:
+    """Run a script of data/, without the command that it prints for what is next. Exits if it fails."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        for line in process.stdout:
+            if not line.startswith("next: "):
+                print(line, end="", flush=True)
+    if process.returncode:
+        sys.exit(process.returncode if process.returncode > 0 else 128 - process.returncode)
+
+
+def count_shards(tokenizer: str) -> int:
+    """Return the number of FineWeb's training shards; 0 if the set is incomplete, as after a stopped download."""
+    shards = Path("data/datasets", f"fineweb10B_{tokenizer}")
+    model = Path("data/tokenizers", f"fineweb_{tokenizer.removeprefix('sp')}_bpe.model")
+    is_complete = model.exists() and any(shards.glob("fineweb_val_*.bin"))
+    return len(list(shards.glob("fineweb_train_*.bin"))) if is_complete else 0
+
+
+def find_data(tokenizer: str, gpus: int) -> dict[str, str]:
+    """Return DATA_PATH, and TOKENIZER_PATH with it: FineWeb if it is there or there are GPUs, else speeches."""
+    if gpus and tokenizer in FINEWEB and count_shards(tokenizer) < ENOUGH_SHARDS:
+        print("fetching FineWeb's first ten shards, 2 GB; to see one minute on this GPU before, stop this with "
+              "Ctrl-C and run ./run.sh --preset gpu_minute", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "huggingface_hub"]
+        subprocess.run(pip, check=False)
+        call("data/download.py", "--variant", tokenizer, "--train-shards", str(ENOUGH_SHARDS))
+    if count_shards(tokenizer):
+        model = f"data/tokenizers/fineweb_{tokenizer.removeprefix('sp')}_bpe.model"
+        return {"DATA_PATH": f"data/datasets/fineweb10B_{tokenizer}", "TOKENIZER_PATH": model}
+    speeches = f"data/datasets/sotu_{tokenizer}"
+    if not Path(speeches, "manifest.json").exists():
+        call("data/prepare.py", "sotu", "--tokenizer", tokenizer, "--out", speeches)
+    return {"DATA_PATH": speeches}
+
+
+def suit_small_text(config, own: dict[str, str], tokens: int) -> dict[str, str]:
+    """Return settings with which the preset quick does not overfit on few training tokens, and print them."""
+    batch = config.train_batch_tokens
+    steps = config.iterations if "ITERATIONS" in own else 10 * tokens // batch + 1
+    added = {"DROPOUT": "0.1" if tokens >= FEW_TOKENS else "0.3", "ITERATIONS": str(steps),
+             "VAL_LOSS_EVERY": str(steps // 10 + 1)}
+    added = {name: text for name, text in added.items() if name not in own}
+    print(f"The training text has {tokens:,} tokens, few for this model: {steps:,} steps read it "
+          f"{steps * batch / tokens:.2g} times. Added: {shlex.join(words_of(added)) or 'nothing'}")
+    return added
+
+
+def suit_machine(gpus: int) -> dict[str, str]:
+    """Return COMPILE=0 where PyTorch cannot compile, and say why."""
+    reason = ""
+    headers = Path(sysconfig.get_path("include"))
+    has_compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if " " in str(ROOT):  # PyTorch does not quote its paths for the compiler.
+        reason = "The path of this folder has a space, with which PyTorch cannot compile"
+    elif not gpus and sys.platform == "linux" and not (
+            has_compiler and (not headers.is_dir() or (headers / "Python.h").exists())):
+        reason = "PyTorch cannot compile without g++ and Python's headers (apt install g++ python3-dev)"
+    if reason:
+        print(f"{reason}: training is slower.")
+    return {"COMPILE": "0"} if reason else {}
+
+
+def words_of(settings: dict[str, str]) -> list[str]:
+    """Return settings as NAME=value words."""
+    return [f"{name}={text}" for name, text in settings.items()]
+
+
+def plan(words: list[str], preset: str) -> Start:
+    """Choose what the user has left open. Raises ValueError and OSError."""
+    from train_gpt import load_config, read_words
+    path, tokenizer = preset_file(preset) if preset else ("", "sp1024")
+    files = [f"@{path}"] if preset else []
+    given = {name: text for name, (text, _) in read_words(files + words, os.environ).items()}
+    if given.get("RESUME") and (start := plan_resumption(files, words, given)):
+        return start
+    data = given.get("DATA_PATH", "")
+    check_data(data)
+    gpus, tokens = count_gpus(given.get("DEVICE", "")), count_tokens(data) if data else MANY_TOKENS
+    if not preset and (not gpus or (tokens < MANY_TOKENS and "INIT_FROM" not in given)):
+        path, tokenizer = preset_file("quick")
+        files, gpus = [f"@{path}"], min(gpus, 1)
+        tokenizer = "sp1024" if count_shards("sp1024") else tokenizer
+    config, origins = load_config(files + words, os.environ)  # Mistakes are found before a download.
+    own = {name: text for name, (text, origin) in origins.items() if origin in ("argument", "environment")}
+    chosen = {} if data else find_data(tokenizer, gpus)
+    if path and path.stem == "quick" and tokens < MANY_TOKENS:
+        chosen |= suit_small_text(config, own, tokens)
+    chosen |= suit_machine(gpus)
+    if "RESUME" not in own:  # else a run that is resumed has a name
+        chosen["RUN_ID"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    chosen = {name: text for name, text in chosen.items() if name not in own}
+    return Start([*words_of(chosen), *files, *words], max(1, gpus))
+
+
+def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -> Start | None:
+    """Return how to continue the run of the checkpoint RESUME with the settings that it began with, unless the user
+    gives others; None if there is no checkpoint, or no log that tells them. Raises ValueError."""
+    from train_gpt import Config, list_checkpoints
+    named = Config(run_id=given.get("RUN_ID", ""), out_dir=given.get("OUT_DIR", ""))
+    paths = list_checkpoints(named) if given["RESUME"] == "auto" else [Path(given["RESUME"])]
+    if not paths:
+        return None
+    run_id = paths[0].stem.rpartition("_")[0]
+    for log in newest_first(f"{glob.escape(run_id)}*.jsonl"):
+        try:
+            events = read_outline(log)
+        except ValueError:  # a damaged log
+            continue
+        if any(event["event"] == "checkpoint" and event["file"] == paths[0].name for event in events):
+            break
+    else:
+        return None
+    began = {name: text for name, (text, origin) in events[0]["overrides"].items()
+             if origin in ("argument", "environment") or origin.startswith("@")}
+    again = {**began, "RUN_ID": run_id}
+    gpus = min(count_gpus(given.get("DEVICE", began.get("DEVICE", ""))), events[0]["world_size"])
+    print(f"RESUME continues from {paths[0]}, with the settings of {log}")
+    again |= suit_machine(gpus)
+    again = {name: text for name, text in again.items() if name not in given}
+    return Start([*words_of(again), *files, *words], max(1, gpus))
+
+
+# ---- The view ----------------------------------------------------------------------------------
+
+
+def bits(event: dict) -> str:
+    """Return the score in an event "val" or "final"."""
+    return "not finite" if event["val_bpb"] is None else f"{event['val_bpb']:.4f} bits per byte"
+
+
+@dataclass
+class Progress:
+    """How far a run is, from the events of its log and the other lines of its console."""
+    limit_s: float = math.inf
+    iterations: int = 0
+    step: int = 0
+    time_s: float = 0.0  # of training, until `step`
+    step_s: float = 0.0
+    log_s: float = 0.0  # of training, between the last two logged steps
+    seen_s: float = 0.0  # when the last event was read, as time.monotonic() says it
+    val_loss_every: int = 0
+    is_validating: bool = False
+    phase: str = "starting"
+    score: str = ""
+    speed: str = ""
+
+    def read(self, event: dict, now_s: float) -> str:
+        """Take an event; return a line that is to stay, or ""."""
+        kind = event["event"]
+        if kind == "config":
+            self.limit_s = event["config"]["MAX_WALLCLOCK_SECONDS"] or math.inf
+            self.iterations = event["config"]["ITERATIONS"]
+            self.val_loss_every = event["config"]["VAL_LOSS_EVERY"]
+        elif kind == "train":
+            time_s, steps = event["train_time_ms"] / 1000, event["step"] - self.step
+            self.log_s = time_s - self.time_s
+            self.step_s = self.log_s / max(1, steps)
+            self.step, self.time_s, self.seen_s, self.phase = event["step"], time_s, now_s, ""
+            self.is_validating = self.val_loss_every > 0 and self.step % self.val_loss_every == 0
+            self.speed = f"{event['tok_per_sec']:,.0f} tokens/s  epoch {event['epoch']:.2f}"
+        elif kind == "val":
+            self.step, self.time_s, self.seen_s = event["step"], event["train_time_ms"] / 1000, now_s
+            self.score, self.is_validating = bits(event), False
+            return f"step {self.step:,}, {self.time_s:,.0f} s: {self.score}"
+        elif kind == "export":
+            self.phase = "scoring the saved model"
+        elif kind == "final":
+            return f"the saved model: {bits(event)}"
+        return ""
+
+    def hear(self, line: str) -> str:
+        """Take a line of the console; return it if the user should see it, else ""."""
+        if line.startswith("compiling"):
+            self.phase = "compiling, a minute or more the first time"
+        elif line.startswith("warmup_step"):
+            self.phase = "warming up"
+        elif line.startswith("stopped"):
+            self.step = int(line.partition("step:")[2].partition(";")[0] or self.step)
+        return line if re.match("(?i)warning|resume", line) else ""
+
+    def share(self, now_s: float) -> tuple[float, float]:
+        """Return how much is done, from 0 to 1, and the seconds of training that are left."""
+        since_s = 0.0 if self.is_validating else min(now_s - self.seen_s, self.log_s)
+        time_s, step = self.time_s + since_s, self.step + since_s / max(self.step_s, 1e-9)
+        left_s = min(self.limit_s - time_s, (self.iterations - step) * self.step_s)
+        done = max(time_s / self.limit_s, step / max(1, self.iterations))
+        return min(1.0, done), max(0.0, left_s)
+
+    def line(self, now_s: float) -> tuple[float, str]:
+        """Return how much is done, from 0 to 1, and what to write beside the bar."""
+        if self.phase or not self.step_s:
+            return float(self.phase.startswith("scoring")), self.phase
+        done, left_s = self.share(now_s)
+        left = f"{left_s / 60:.0f} min left" if left_s > 600 else f"{left_s // 60:.0f}:{left_s % 60:02.0f} left"
+        return done, f"{100 * done:3.0f} %  {left}  {self.score}  {self.speed}"
+
+
+class View:
+    """A line that changes below lines that stay; where the output is no terminal, a line for each tenth of the run."""
+
+    def __init__(self):
+        from tqdm import tqdm
+        width = min(100, shutil.get_terminal_size().columns - 1)
+        self.bar = tqdm(total=1, bar_format="{bar} {desc}", ncols=width, leave=False, disable=None, file=sys.stdout)
+        self.tenths = 0
+
+    def keep(self, line: str, file=None) -> None:
+        """Write a line that stays, at once."""
+        with self.bar.external_write_mode(file):
+            print(line, file=file, flush=True)
+
+    def show(self, done: float, text: str) -> None:
+        """Show how much is done, from 0 to 1."""
+        if not self.bar.disable:
+            self.bar.n = done
+            self.bar.set_description_str(text)
+        elif int(10 * done) > self.tenths:
+            self.tenths = int(10 * done)
+            print(text, flush=True)
+
+
+def read_core_times(pid: int, times: dict[str, tuple[int, int]]) -> None:
+    """Note for each thread of a process how long it had a core and how long it waited for one, in ns. On Linux only."""
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # The thread may have ended.
+            used, waited, _ = path.read_text().split()
+            times[path.parent.name] = int(used), int(waited)
+
+
+@contextmanager
+def signals_forwarded(child: subprocess.Popen):
+    """Hand signals on to the trainer. It has a process group of its own, so that Ctrl-C reaches it once."""
+    def suspend(*_):  # Ctrl-Z
+        child.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        child.send_signal(signal.SIGCONT)
+
+    handlers = {number: lambda number, _: child.send_signal(number) for number in STOPS}
+    handlers[signal.SIGTSTP] = suspend
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()
+              if signal.getsignal(number) != signal.SIG_IGN}  # as nohup leaves it
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Outcome:
+    """A trainer that has ended: its exit status, its log if there is one, and its share of the cores' time."""
+    status: int
+    log: Path | None
+    progress: Progress
+    share: float
+
+
+def follow(child: subprocess.Popen, tracker: str) -> Outcome:
+    """Show the trainer's progress until it ends."""
+    view, progress, times = View(), Progress(), {}
+    log = events = tracking = None
+    lines = queue.Queue()
+
+    def listen(stream, is_error):
+        for line in stream:
+            lines.put((line.rstrip("\n"), is_error))
+
+    for stream in (child.stdout, child.stderr):
+        threading.Thread(target=listen, args=(stream, stream is child.stderr), daemon=True).start()
+    while True:
+        has_ended = child.poll() is not None  # Its last lines may come later.
+        with suppress(queue.Empty):
+            line, is_error = lines.get(timeout=0.5)
+            has_ended = False
+            if is_error:
+                view.keep(line, sys.stderr)
+            elif log is None and re.fullmatch(r"logs/.+\.txt", line):
+                log = Path(line).with_suffix(".jsonl")
+                events = log.open(encoding="utf-8", errors="replace")
+                if tracker:
+                    tracking = subprocess.Popen([sys.executable, "tools/track.py", tracker, log.stem],
+                                                stdin=subprocess.DEVNULL, process_group=0)
+            elif kept := progress.hear(line):
+                view.keep(kept)
+        for event in filter(None, map(parse_event, events or ())):
+            if kept := progress.read(event, time.monotonic()):
+                view.keep(kept)
+        view.show(*progress.line(time.monotonic()))
+        read_core_times(child.pid, times)
+        if has_ended:
+            break
+    view.bar.close()
+    if tracking:
+        if child.returncode:
+            tracking.send_signal(signal.SIGINT)
+        tracking.wait()
+    used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
+    status = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return Outcome(status, log, progress, used / max(1, used + waited) if used + waited > 20e9 else 1.0)
+
+
+def train(start: Start, tracker: str) -> Outcome:
+    """Train and show it."""
+    command = [*launcher(start.ranks), "train_gpt.py", *start.arguments]
+    print(shlex.join([interpreter(), *command[1:]]), flush=True)
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, errors="replace", process_group=0) as child, signals_forwarded(child):
+        return follow(child, tracker)
+
+
+# ---- What to do next ---------------------------------------------------------------------------
+
+
+def conclude(outcome: Outcome) -> None:
+    """Say what happened, and what to do next."""
+    log, progress = outcome.log, outcome.progress
+    if outcome.share < 0.5:
+        print(f"The cores were busy with other programs: this run had {100 * outcome.share:.0f} % of the time "
+              "that it could have used, and so fewer steps. End them, and train again.")
+    if not log:
+        return
+    summary = summarize(log)
+    if outcome.status > 128:
+        print(f"Stopped by {signal.Signals(outcome.status - 128).name} after {progress.step:,} steps "
+              f"and {progress.time_s:,.0f} s of training.")
+    elif outcome.status:
+        print(f"The run failed after {progress.step:,} steps; the error is above.")
+    elif "final_model" in summary:
+        print("\nA sample of what it writes:", flush=True)
+        subprocess.run([sys.executable, "tools/sample.py", log.stem, "--length", "80"], check=False)
+    print(f"\n{summary}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py")
+    parser.add_argument("--preset", default="", metavar="NAME", help=f"one of {', '.join(presets())}")
+    parser.add_argument("--track", default="", choices=TRACKERS, help="also send the numbers to this tracker")
+    parser.add_argument("--check", action="store_true", help="only check these arguments")
+    options = parser.parse_intermixed_args()
+    os.chdir(ROOT)
+    try:
+        for word in options.settings:
+            if "=" not in word:
+                raise ValueError(f"{word} is not NAME=value, --preset NAME, --track NAME, --help or test")
+        if options.preset:
+            preset_file(options.preset)
+        if options.check:
+            return
+        if options.track and not find_spec(options.track):
+            raise ValueError(f"--track {options.track} needs: {interpreter()} -m pip install {options.track}")
+        outcome = train(plan(options.settings, options.preset), options.track)
+        conclude(outcome)
+    except (OSError, ValueError) as error:
+        sys.exit(f"run.sh: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(outcome.status)
+
+
+if __name__ == "__main__":
+    prepare_output(ends_with_reader=False)
+    main()
