@@ -15,6 +15,8 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers side by side: more threads than cores are many times slower
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before PyTorch is loaded; tools/common.py says why
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in ("data", "tools", "tools/huggingface", "records"))]
 

@@ -181,7 +181,7 @@ def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(t
     assert (tmp_path / "logs" / "new.png").is_file()
 
 
-def test_a_summary_names_the_best_validation_and_three_next_steps(tmp_path, monkeypatch):
+def test_a_summary_names_the_best_validation_and_the_next_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.setattr(events, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -247,7 +247,7 @@ def test_each_script_has_help_and_any_name_on_any_terminal(monkeypatch, capsys, 
         monkeypatch.setattr(sys, "argv", [script.name, "--help"])
         with pytest.raises(SystemExit, match="^0$"):
             runpy.run_path(str(script), run_name="__main__")
-        assert capsys.readouterr().out.startswith(f"usage: {script.name}"), script
+        assert capsys.readouterr().out.startswith(f"usage: {'run.sh' if script.stem == 'start' else script.name}"), script
     log = write_log(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), data=os.fsdecode(b"caf\xe9"), final=False)
     result = subprocess.run([sys.executable, REPOSITORY / "tools" / "events.py", log], capture_output=True, check=False,
                             env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})

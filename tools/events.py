@@ -306,7 +306,7 @@ def describe_unfinished(log: Path, events: list[dict]) -> str:
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
     else:
-        first = f"{repeated(start, 'CHECKPOINT_EVERY=100')}    # again, with checkpoints from which to continue"
+        first = f"{repeated(start)}    # again"
         there_is = "there is none"
     commands = "\n             ".join([first, *next_steps(log, checkpoint, events, 0)])
     return f"""{log}: the run has not ended; its last event is of step {step:,}

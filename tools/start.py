@@ -35,6 +35,7 @@ MANY_TOKENS = 2_000_000  # of a text on which two minutes of records/presets/qui
 FEW_TOKENS = 600_000
 ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU; the speeches would be read dozens of times
 FINEWEB = ("sp1024", "sp4096", "sp8192")  # the tokenizers for which FineWeb's tokens can be downloaded
+SCRIPT = "train_gpt.py"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 TRACKERS = ("wandb", "trackio", "tensorboard")
 
@@ -227,8 +228,8 @@ class Progress:
     step_s: float = 0.0
     log_s: float = 0.0  # of training, between the last two logged steps
     seen_s: float = 0.0  # when the last event was read, as time.monotonic() says it
-    val_loss_every: int = 0
-    is_validating: bool = False
+    val_loss_every: float = math.inf
+    next_val: float = math.inf  # the step of the next validation, at which the clock stops
     phase: str = "starting"
     score: str = ""
     speed: str = ""
@@ -239,17 +240,16 @@ class Progress:
         if kind == "config":
             self.limit_s = event["config"]["MAX_WALLCLOCK_SECONDS"] or math.inf
             self.iterations = event["config"]["ITERATIONS"]
-            self.val_loss_every = event["config"]["VAL_LOSS_EVERY"]
+            self.val_loss_every = event["config"]["VAL_LOSS_EVERY"] or math.inf
         elif kind == "train":
             time_s, steps = event["train_time_ms"] / 1000, event["step"] - self.step
             self.log_s = time_s - self.time_s
             self.step_s = self.log_s / max(1, steps)
             self.step, self.time_s, self.seen_s, self.phase = event["step"], time_s, now_s, ""
-            self.is_validating = self.val_loss_every > 0 and self.step % self.val_loss_every == 0
             self.speed = f"{event['tok_per_sec']:,.0f} tokens/s  epoch {event['epoch']:.2f}"
         elif kind == "val":
             self.step, self.time_s, self.seen_s = event["step"], event["train_time_ms"] / 1000, now_s
-            self.score, self.is_validating = bits(event), False
+            self.score, self.next_val = bits(event), self.step + self.val_loss_every
             return f"step {self.step:,}, {self.time_s:,.0f} s: {self.score}"
         elif kind == "export":
             self.phase = "scoring the saved model"
@@ -269,7 +269,8 @@ class Progress:
 
     def share(self, now_s: float) -> tuple[float, float]:
         """Return how much is done, from 0 to 1, and the seconds of training that are left."""
-        since_s = 0.0 if self.is_validating else min(now_s - self.seen_s, self.log_s)
+        until_val_s = (self.next_val - self.step) * self.step_s
+        since_s = max(0.0, min(now_s - self.seen_s, self.log_s, until_val_s))
         time_s, step = self.time_s + since_s, self.step + since_s / max(self.step_s, 1e-9)
         left_s = min(self.limit_s - time_s, (self.iterations - step) * self.step_s)
         done = max(time_s / self.limit_s, step / max(1, self.iterations))
@@ -290,7 +291,7 @@ class View:
     def __init__(self):
         from tqdm import tqdm
         width = min(100, shutil.get_terminal_size().columns - 1)
-        self.bar = tqdm(total=1, bar_format="{bar} {desc}", ncols=width, leave=False, disable=None, file=sys.stdout)
+        self.bar = tqdm(total=1, bar_format="{elapsed} {bar} {desc}", ncols=width, leave=False, disable=None, file=sys.stdout)
         self.tenths = 0
 
     def keep(self, line: str, file=None) -> None:
@@ -390,8 +391,9 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
 
 def train(start: Start, tracker: str) -> Outcome:
     """Train and show it."""
-    command = [*launcher(start.ranks), "train_gpt.py", *start.arguments]
-    print(shlex.join([interpreter(), *command[1:]]), flush=True)
+    command = [*launcher(start.ranks), SCRIPT, *start.arguments]
+    print(shlex.join([interpreter(), *command[1:]]))
+    print("The bits that it needs for a byte of text on which it does not train should fall.", flush=True)
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, errors="replace", process_group=0) as child, signals_forwarded(child):
         return follow(child, tracker)
@@ -417,7 +419,7 @@ def conclude(outcome: Outcome) -> None:
     elif "final_model" in summary:
         print("\nA sample of what it writes:", flush=True)
         subprocess.run([sys.executable, "tools/sample.py", log.stem, "--length", "80"], check=False)
-    print(f"\n{summary}")
+    print(summary)
 
 
 def main() -> None:

@@ -1,0 +1,372 @@
+"""What ./run.sh chooses for a machine, and what it shows of a run: tools/start.py."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import common
+import pytest
+import start
+import train_gpt
+from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
+
+FINEWEB, SPEECHES = "data/datasets/fineweb10B_sp1024", "data/datasets/sotu_caseops2048"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the presets, for a user who has set nothing, on a machine without a GPU."""
+    shutil.copytree(REPOSITORY / "records" / "presets", tmp_path / "records" / "presets")
+    monkeypatch.chdir(tmp_path)
+    for module in (start, common):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "PRESETS", tmp_path / "records" / "presets")
+    for field in train_gpt.fields(train_gpt.Config):
+        monkeypatch.delenv(field.name.upper(), raising=False)
+    has_gpus(monkeypatch, 0)
+    monkeypatch.setattr(start, "gpu_names", list)
+    monkeypatch.setattr(start, "suit_machine", lambda gpus: {})
+    return tmp_path
+
+
+def has_gpus(monkeypatch, count: int) -> None:
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: count)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The scripts of data/ that were called; they make what is then found."""
+    seen = []
+
+    def call(*command):
+        seen.append(" ".join(command))
+        if "prepare.py" in command[0]:
+            write_manifest(Path(command[-1]), 3_300_000)
+        else:
+            add_fineweb(10)
+
+    monkeypatch.setattr(start, "call", call)
+    monkeypatch.setattr(start.subprocess, "run", lambda command, **_: seen.append(" ".join(command[1:])))
+    return seen
+
+
+def write_manifest(folder: Path, tokens) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps({"splits": {"train": {"tokens": tokens}}}))
+
+
+def add_fineweb(shards: int) -> None:
+    for name in ("val_0", *(f"train_{number}" for number in range(shards))):
+        path = Path(FINEWEB, f"fineweb_{name}.bin")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    Path("data/tokenizers").mkdir(parents=True, exist_ok=True)
+    Path("data/tokenizers/fineweb_1024_bpe.model").touch()
+
+
+def without_name(arguments: list[str]) -> list[str]:
+    """The arguments without the RUN_ID that a new run gets."""
+    names = [word for word in arguments if re.fullmatch(r"RUN_ID=\d{8}-\d{6}-\d+", word)]
+    assert len(names) == 1
+    return [word for word in arguments if word not in names]
+
+
+def test_the_first_command_trains_quick_on_speeches(place, calls):
+    found = start.plan([], "")
+    assert without_name(found.arguments) == [f"DATA_PATH={SPEECHES}", "@records/presets/quick.env"] and found.ranks == 1
+    assert calls == [f"data/prepare.py sotu --tokenizer caseops2048 --out {SPEECHES}"]
+    assert without_name(start.plan([], "").arguments) == without_name(found.arguments) and len(calls) == 1
+    add_fineweb(1)  # a first shard is enough on a CPU
+    assert without_name(start.plan([], "").arguments) == [
+        f"DATA_PATH={FINEWEB}", "TOKENIZER_PATH=data/tokenizers/fineweb_1024_bpe.model", "@records/presets/quick.env"]
+
+
+def test_on_gpus_fineweb_is_fetched_unless_the_preset_is_for_speeches(place, calls, monkeypatch, capsys):
+    has_gpus(monkeypatch, 2)
+    minute = start.plan([], "gpu_minute")
+    assert minute.ranks == 2 and without_name(minute.arguments) == [f"DATA_PATH={SPEECHES}", "@records/presets/gpu_minute.env"]
+    assert "fetching" not in capsys.readouterr().out
+    add_fineweb(1)  # one is not all
+    found = start.plan(["SEED=7"], "")
+    assert "fetching FineWeb" in (said := capsys.readouterr().out) and "--preset gpu_minute" in said
+    assert calls[-1] == "data/download.py --variant sp1024 --train-shards 10" and "huggingface_hub" in calls[-2]
+    assert found.ranks == 2 and without_name(found.arguments) == [
+        f"DATA_PATH={FINEWEB}", "TOKENIZER_PATH=data/tokenizers/fineweb_1024_bpe.model", "SEED=7"]
+    done = len(calls)
+    Path(FINEWEB).rename("disk")
+    Path(FINEWEB).symlink_to(place / "disk")
+    start.plan([], "")
+    assert len(calls) == done
+    Path("data/tokenizers/fineweb_1024_bpe.model").unlink()
+    start.plan([], "")
+    assert len(calls) == done + 2
+
+
+def test_a_script_that_fails_ends_the_start_with_its_status(place, capfd):
+    Path("data").mkdir()
+    Path("data/prepare.py").write_text("print('yardstick', flush=True); print('next: train', flush=True); exit(3)")
+    with pytest.raises(SystemExit, match="^3$"):
+        start.plan([], "")
+    assert capfd.readouterr().out == "yardstick\n"
+
+
+@pytest.mark.parametrize("gpus, words, wanted, ranks", [
+    (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
+    (2, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),  # one GPU is enough
+    (2, ["INIT_FROM=mine"], "", 2),
+    (0, ["TRAIN_BATCH_TOKENS=2048"], "DROPOUT=0.3 ITERATIONS=69 VAL_LOSS_EVERY=7 @records/presets/quick.env", 1),
+    (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=1 @records/presets/quick.env", 1)])
+def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, capsys, gpus, words, wanted, ranks):
+    has_gpus(monkeypatch, gpus)
+    write_manifest(Path("tiny"), 14_000)
+    found = start.plan(["DATA_PATH=tiny", *words], "")
+    assert without_name(found.arguments) == [*wanted.split(), "DATA_PATH=tiny", *words] and found.ranks == ranks
+    said = capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        for word in words:
+            patched.setenv(*word.split("="))
+        found = start.plan(["DATA_PATH=tiny"], "")
+        assert without_name(found.arguments) == [*wanted.split(), "DATA_PATH=tiny"] and found.ranks == ranks
+    assert ("14,000 tokens, few for this model" in said) == bool(wanted)
+    assert ("9 steps read it 2.6 times" in said) == ("ITERATIONS=9" in words)
+    for tokens in (2_000_000, None, "14000 "):  # enough, or it does not say
+        write_manifest(Path("tiny"), tokens)
+        assert ("DROPOUT=0.3" in start.plan(["DATA_PATH=tiny"], "").arguments) == (tokens == "14000 ")
+    assert "DROPOUT=0.3" not in start.plan(["DATA_PATH=tiny"], "cpu_1mb").arguments
+    assert not calls
+
+
+def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):
+    has_gpus(monkeypatch, 2)
+    monkeypatch.setenv("MLP_SLOPE", "0.1")
+    found = start.plan(["NUM_LAYERS=2"], "cpu_1mb")
+    assert found.ranks == 1  # the preset is for CPUs
+    assert without_name(found.arguments) == [f"DATA_PATH={SPEECHES}", "@records/presets/cpu_1mb.env", "NUM_LAYERS=2"]
+    config, _ = train_gpt.load_config(found.arguments, os.environ)
+    assert (config.num_layers, config.mlp_slope, config.max_wallclock_seconds) == (2, 0.1, 597)
+    assert start.plan(["DEVICE=auto"], "cpu_1mb").ranks == 2
+    monkeypatch.setenv("RUN_ID", "")  # an empty variable is not set
+    assert without_name(start.plan(["DEVICE=CPU"], "").arguments)[-1] == "DEVICE=CPU"
+    (place / "records/presets/mine.env").write_bytes(b"\xef\xbb\xbf# tokenizer: caseops2048\r\nDEVICE=cpu\r\n")
+    assert without_name(start.plan([], "mine").arguments) == [f"DATA_PATH={SPEECHES}", "@records/presets/mine.env"]
+
+
+@pytest.mark.parametrize("words, preset, message", [
+    (["NUM_LAYER=2"], "", "did you mean NUM_LAYERS"), (["NUM_LAYERS=nine"], "", "NUM_LAYERS='nine'"),
+    ([], "rehearsal", "has no line like '# tokenizer: sp1024'"), ([], "quik", "there is no .*quik.env; .*: cpu_1mb .*quick"),
+    (["DATA_PATH=mine"], "", "DATA_PATH=mine does not exist in .*; you may mean DATA_PATH=.*/other/mine")])
+def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch, words, preset, message):
+    Path("other/mine").mkdir(parents=True)
+    monkeypatch.setenv("OLDPWD", str(place / "other"))
+    with pytest.raises(ValueError, match=message):
+        start.plan(words, preset)
+    assert not calls
+
+
+def test_the_cpu_does_not_train_where_pytorch_cannot_use_the_gpus(place, calls, monkeypatch):
+    monkeypatch.setattr(start, "gpu_names", lambda: ["Tesla T4"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match="PyTorch cannot use this machine's GPUs: install a build"):
+        start.plan([], "")
+    assert start.plan(["DEVICE=cpu"], "").ranks == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert start.plan([], "").ranks == 1
+
+
+def test_where_pytorch_cannot_compile_it_is_not_asked_to(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(start, "ROOT", Path("/my/folder"))
+    monkeypatch.setattr(start.sys, "platform", "linux")
+    monkeypatch.setattr(start.shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(start.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert start.suit_machine(gpus=0) == {"COMPILE": "0"} and start.suit_machine(gpus=1) == {}
+    (tmp_path / "Python.h").touch()
+    assert start.suit_machine(gpus=0) == {}
+    monkeypatch.setattr(start, "ROOT", Path("/my folder"))
+    assert start.suit_machine(gpus=1) == {"COMPILE": "0"}
+    assert capsys.readouterr().out.splitlines()[1].startswith("The path of this folder has a space")
+
+
+def test_a_run_is_resumed_with_the_settings_that_it_began_with(place, monkeypatch):
+    """What the user gives now wins; what began from other settings is not resumed with these."""
+    data = make_shards(place)
+    settings = dict(RUN_ID="mine", OUT_DIR="", CHECKPOINT_EVERY=4, MODEL_DIM=64, ITERATIONS=8)
+    run_here(monkeypatch, place, *tiny_arguments(data, **settings))
+    (place / "logs/mine/checkpoints/mine_00000008.pt").unlink()
+    monkeypatch.setenv("SEED", "1337")
+    for words in (["RUN_ID=mine", "RESUME=auto"], ["RESUME=auto", "ITERATIONS=6"]):
+        found = start.plan(words, "")
+        assert found.arguments[-2:] == words and len(found.arguments) == len({word.split("=")[0] for word in found.arguments})
+        assert {f"DATA_PATH={data}", "MODEL_DIM=64", "RUN_ID=mine"} <= set(found.arguments)
+        run_here(monkeypatch, place, *found.arguments)
+        (place / "logs/mine/checkpoints" / f"mine_0000000{6 if 'ITERATIONS=6' in words else 8}.pt").unlink()
+    checkpoint = "RESUME=logs/mine/checkpoints/mine_00000004.pt"
+    assert "MODEL_DIM=64" in start.plan([checkpoint], "").arguments
+    for log in place.glob("logs/*.jsonl"):
+        log.write_text("damaged")
+    assert "MODEL_DIM=64" not in start.plan([checkpoint, f"DATA_PATH={data}"], "").arguments
+
+
+# ---- The view ----------------------------------------------------------------------------------
+
+
+def progress_of(limit_s: float, iterations: int, val_loss_every: int) -> start.Progress:
+    progress = start.Progress()
+    config = {"MAX_WALLCLOCK_SECONDS": limit_s, "ITERATIONS": iterations, "VAL_LOSS_EVERY": val_loss_every}
+    assert progress.read({"event": "config", "config": config}, 0) == ""
+    return progress
+
+
+def train_event(step: int, seconds: float) -> dict:
+    return {"event": "train", "step": step, "train_time_ms": 1000 * seconds, "tok_per_sec": 23456.7, "epoch": 0.123}
+
+
+@pytest.mark.parametrize("limit_s, iterations, wanted", [
+    (100, 20_000, "20 %  1:20 left"), (0, 50, "20 %  1:20 left"), (100, 1000, "20 %  1:20 left"), (0, 20_000, "  0 %  666 min left")])
+def test_what_ends_a_run_first_is_what_is_left(limit_s, iterations, wanted):
+    progress = progress_of(limit_s, iterations, 0)
+    assert progress.line(5) == (0, "starting")
+    progress.read(train_event(10, 20), 100)
+    done, text = progress.line(100)
+    assert wanted in text and text.endswith("  23,457 tokens/s  epoch 0.12")
+    assert done == pytest.approx(0.2 if "20 %" in wanted else 0.0005)
+
+
+def test_between_two_events_the_bar_moves_as_far_as_the_next_one_or_the_next_validation():
+    progress = progress_of(100, 20_000, 20)
+    val = {"event": "val", "val_loss": 2.0, "val_bpb": 1.23456}
+    assert progress.read(val | {"step": 0, "train_time_ms": 0}, 0) == "step 0, 0 s: 1.2346 bits per byte"
+    for step, seen_s in ((8, 108), (16, 116)):
+        progress.read(train_event(step, step), seen_s)
+    assert [progress.line(now_s)[0] for now_s in (116, 118, 120, 130)] == pytest.approx([0.16, 0.18, 0.2, 0.2])
+    assert progress.read(val | {"step": 20, "train_time_ms": 20_000, "val_bpb": None}, 140) == "step 20, 20 s: not finite"
+    assert [progress.line(now_s)[0] for now_s in (140, 144, 150, 199)] == pytest.approx([0.2, 0.24, 0.28, 0.28])
+    progress.read({"event": "export"}, 200)
+    assert progress.line(200) == (1, "scoring the saved model")
+    assert progress.read({"event": "final", "val_bpb": 1.25}, 201) == "the saved model: 1.2500 bits per byte"
+
+
+def test_of_the_console_warnings_are_shown_and_phases_known():
+    progress = progress_of(0, 1, 0)
+    for line, kept, phase in [
+            ("compiling: a minute", "", "compiling, a minute or more the first time"), ("warmup_step:1/2", "", "warming up"),
+            ("WARNING: above SIZE_CAP=1", "WARNING: above SIZE_CAP=1", "warming up"), ("seed:1", "", "warming up"),
+            ("RESUME=auto finds no checkpoint", "RESUME=auto finds no checkpoint", "warming up")]:
+        assert (progress.hear(line), progress.phase) == (kept, phase)
+    progress.hear("stopped: signal 2 after step:34; set RESUME=auto to go on")
+    assert progress.step == 34
+
+
+STAND_IN = """
+import json, pathlib, signal, sys, time
+def stop(number, frame):
+    global signals
+    signals += 1
+signals = 0
+signal.signal(signal.SIGINT, stop)
+config = dict(MAX_WALLCLOCK_SECONDS=100, ITERATIONS=50, VAL_LOSS_EVERY=0, DTYPE="float32", DATA_PATH="my texts", OUT_DIR="logs/x")
+events = [dict(event="config", config=config, overrides={"DATA_PATH": ["my texts", "argument"], "NUM_LAYERS": ["3", "argument"]}),
+          dict(event="val", step=0, train_time_ms=0, val_loss=2, val_bpb=3.21),
+          dict(event="train", step=25, train_time_ms=9000, tok_per_sec=9, epoch=1)]
+pathlib.Path("logs").mkdir()
+pathlib.Path("logs/x.jsonl").write_text("".join(json.dumps(event) + "\\n" for event in events))
+print("logs/x.txt\\nseed:1", flush=True)
+print("something is wrong", file=sys.stderr, flush=True)
+while not signals:
+    time.sleep(0.01)
+time.sleep(0.7)
+print("warning: signals:", signals, flush=True)
+print("stopped: signal 2 after step:26; there is no checkpoint", flush=True)
+sys.exit(130)
+"""
+STARTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import start
+start.SCRIPT = "stand_in.py"
+outcome = start.train(start.Start([], 1), "")
+start.conclude(outcome)
+sys.exit(outcome.status)
+"""
+
+
+def watch_until(stream: int, text: str, shown="") -> str:
+    """Read a terminal until it shows a text, or its program ends."""
+    deadline = time.monotonic() + 30
+    while text not in shown and time.monotonic() < deadline:
+        try:
+            shown += os.read(stream, 1000).decode()
+        except OSError:  # Linux says so that the other end is closed.
+            break
+    return shown
+
+
+def test_on_a_terminal_a_line_moves_and_ctrl_c_reaches_the_trainer_once(tmp_path):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (30, 120))
+    process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], cwd=tmp_path, stdin=theirs, stdout=theirs,
+                               stderr=theirs, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(theirs)
+    shown = watch_until(ours, " 50 %")
+    os.write(ours, b"\x03")
+    shown = watch_until(ours, "no such text", shown)
+    assert process.wait(timeout=30) == 130
+    assert "step 0, 0 s: 3.2100 bits per byte\r\n" in shown and "\rsomething is wrong\r\n" in re.sub(" {10,}\r", "", shown)
+    assert " 50 %  0:09 left  3.2100 bits per byte  9 tokens/s  epoch 1.00" in shown and "seed:1" not in shown
+    assert "warning: signals: 1\r\n" in shown
+    assert "Stopped by SIGINT after 26 steps and 9 s of training." in shown
+    assert "run.sh 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
+
+
+def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_lines_are_plain(tmp_path, monkeypatch, capfd):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], stdout=subprocess.PIPE, text=True)
+    lines = iter(process.stdout.readline, "")
+    shown = [next(line for line in lines if "50 %" in line)]
+    process.send_signal(signal.SIGINT)
+    shown += lines
+    assert process.wait(timeout=30) == 130
+    assert shown[0] == " 50 %  0:09 left  3.2100 bits per byte  9 tokens/s  epoch 1.00\n" and "warning: signals: 1\n" in shown
+    assert "something is wrong\n" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")
+def test_busy_cores_are_said(monkeypatch, capsys):
+    times = {}
+    start.read_core_times(os.getpid(), times)
+    assert str(os.getpid()) in times and times[str(os.getpid())][0] > 0
+    for share, says in ((0.42, "this run had 42 % of the time"), (0.51, "")):
+        start.conclude(start.Outcome(1, None, start.Progress(), share))
+        said = capsys.readouterr().out
+        assert says in said and bool(said) == bool(says)
+
+
+def test_a_tracker_is_asked_for_before_the_start(place, monkeypatch):
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--track wandb needs: .*python.* -m pip install wandb"):
+        run_script(monkeypatch, start, "--track", "wandb", "DATA_PATH=x")
+
+
+@pytest.mark.slow
+def test_the_first_minute_on_a_gpu_says_what_was_found(place, monkeypatch, capfd):
+    """On a card that is not there; the preset's settings, with a smaller model and a text of bytes."""
+    monkeypatch.setattr(start, "SCRIPT", str(REPOSITORY / "tests" / "pretended.py"))
+    monkeypatch.setenv("PRETEND", "cuda 9.0 80")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    has_gpus(monkeypatch, 1)
+    data = make_shards(place)
+    sizes = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, NUM_LAYERS=2, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=512, ITERATIONS=20,
+                 VOCAB_SIZE=260, TOKENIZER_PATH="byte260", DATA_PATH=data)
+    with pytest.raises(SystemExit, match="^0$"):
+        run_script(monkeypatch, start, "--preset", "gpu_minute", *(f"{name}={value}" for name, value in sizes.items()))
+    shown = capfd.readouterr().out
+    assert re.search(r"\nmachine   1 x pretended, bfloat16, attention cudnn, [\d,]+ tokens/s, 0\.7 GiB of its memory\n", shown), shown
