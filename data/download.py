@@ -46,6 +46,7 @@ def download(options) -> str:
     variant = options.variant
     vocab_size, repository = VARIANTS[variant]
     folder = "" if variant == "gpt2" else f"datasets/datasets/fineweb10B_{variant}/"
+    print(f"from {repository} on the Hugging Face hub", flush=True)
     published = sorted(huggingface_hub.list_repo_files(repository, repo_type="dataset"))
     val = [path for path in published if path.startswith(f"{folder}fineweb_val_")]
     train = [path for path in published if path.startswith(f"{folder}fineweb_train_")]

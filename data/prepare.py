@@ -334,8 +334,8 @@ def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dic
     notes = [*parts[0]["notes"], f"yardstick: gzip needs {8 * gzip_bytes / val['bytes']:.2f} bits per byte of the validation text; "
              "a trained model needs less"]
     if val["bytes"] < FEW_BYTES:
-        notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes; set a larger "
-                     "--val-fraction, or use more text")
+        notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes, and {FEW_BYTES:,} "
+                     f"are enough; use more text, or delete {options.out} and set a larger --val-fraction")
     name, size = options.tokenizer, train["bytes"] + val["bytes"]
     is_chosen_here = not name.endswith(".model") and name != "char" and train["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:

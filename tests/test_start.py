@@ -195,23 +195,24 @@ def test_where_pytorch_cannot_compile_it_is_not_asked_to(monkeypatch, tmp_path, 
 
 
 def test_a_run_is_resumed_with_the_settings_that_it_began_with(place, monkeypatch):
-    """What the user gives now wins; what began from other settings is not resumed with these."""
-    data = make_shards(place)
-    settings = dict(RUN_ID="mine", OUT_DIR="", CHECKPOINT_EVERY=4, MODEL_DIM=64, ITERATIONS=8)
-    run_here(monkeypatch, place, *tiny_arguments(data, **settings))
-    (place / "logs/mine/checkpoints/mine_00000008.pt").unlink()
+    """What the user gives now wins. A preset is given again, or if it has changed, what it set."""
+    data, preset = make_shards(place), Path("records/presets/wide.env")
+    preset.write_text("# tokenizer: byte260\nMODEL_DIM=64\n")
+    words = [word for word in tiny_arguments(data, RUN_ID="mine", OUT_DIR="", CHECKPOINT_EVERY=4) if "MODEL_DIM" not in word]
+    run_here(monkeypatch, place, f"@{preset}", *words)
+    checkpoint = "logs/mine/checkpoints/mine_00000004.pt"
     monkeypatch.setenv("SEED", "1337")
-    for words in (["RUN_ID=mine", "RESUME=auto"], ["RESUME=auto", "ITERATIONS=6"]):
-        found = start.plan(words, "")
-        assert found.arguments[-2:] == words and len(found.arguments) == len({word.split("=")[0] for word in found.arguments})
-        assert {f"DATA_PATH={data}", "MODEL_DIM=64", "RUN_ID=mine"} <= set(found.arguments)
-        run_here(monkeypatch, place, *found.arguments)
-        (place / "logs/mine/checkpoints" / f"mine_0000000{6 if 'ITERATIONS=6' in words else 8}.pt").unlink()
-    checkpoint = "RESUME=logs/mine/checkpoints/mine_00000004.pt"
-    assert "MODEL_DIM=64" in start.plan([checkpoint], "").arguments
+    for words in (["RUN_ID=mine", "RESUME=auto"], ["RESUME=auto"], [f"RESUME={checkpoint}"], ["RESUME=auto", "ITERATIONS=6"]):
+        found = start.plan(words, "").arguments
+        assert found[-len(words):] == words and len(found) == len({word.split("=")[0] for word in found})
+        assert {f"DATA_PATH={data}", f"@{preset}", "RUN_ID=mine"} <= set(found) and "SEED=1337" not in found
+    run_here(monkeypatch, place, *found)
+    assert Path(checkpoint.replace("4.pt", "6.pt")).exists()
+    preset.write_text("# tokenizer: byte260\nMODEL_DIM=32\n")
+    assert "MODEL_DIM=64" in (found := start.plan(["RESUME=auto"], "").arguments) and f"@{preset}" not in found
     for log in place.glob("logs/*.jsonl"):
         log.write_text("damaged")
-    assert "MODEL_DIM=64" not in start.plan([checkpoint, f"DATA_PATH={data}"], "").arguments
+    assert "MODEL_DIM=64" not in start.plan([f"RESUME={checkpoint}", f"DATA_PATH={data}"], "").arguments
 
 
 # ---- The view ----------------------------------------------------------------------------------

@@ -233,13 +233,13 @@ def runner() -> str:
     return path if "/" in path else f"./{path}"
 
 
-def repeated(start: dict, *changes: str) -> str:
-    """Return the command that trains like the run of a "config" event, with other settings."""
-    left_out = {*MAY_DIFFER_BETWEEN_SEEDS, *(word.partition("=")[0] for word in changes)}
-    words = [f"{name}={text}" for name, text in given_settings(start).items() if name not in left_out]
+def repeated(start: dict, changes: dict[str, str], left_out: set[str]) -> str:
+    """Return the command that trains like the run of a "config" event, with changes and without some settings."""
+    given = {name: text for name, text in given_settings(start).items() if name not in MAY_DIFFER_BETWEEN_SEEDS | left_out}
+    words = [f"{name}={text}" for name, text in {**given, **changes}.items()]
     presets = [Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")]
     preset = f"--preset {presets[-1]} " if presets and presets[-1] != "quick" else ""
-    return f"{runner()} {preset}{shlex.join([*words, *changes])}"
+    return f"{runner()} {preset}{shlex.join(words)}"
 
 
 def resumption(log: Path, start: dict) -> str:
@@ -265,7 +265,8 @@ def next_steps(log: Path, model: Path | None, events: list[dict], steps: int) ->
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     is_own_text = not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb"))
     if steps and "quick" in presets:
-        commands.append(f"{repeated(start, 'VAL_LOSS_EVERY', f'ITERATIONS={steps}')}    # only as long as it improved")
+        shorter = repeated(start, {"ITERATIONS": str(steps)}, {"VAL_LOSS_EVERY", "ITERATIONS"})
+        commands.append(f"{shorter}    # only as long as it improved")
     elif is_own_text:
         commands.append(f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting")
     elif "quick" in presets:
@@ -306,7 +307,7 @@ def describe_unfinished(log: Path, events: list[dict]) -> str:
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
     else:
-        first = f"{repeated(start)}    # again"
+        first = f"{repeated(start, {}, set())}    # again"
         there_is = "there is none"
     commands = "\n             ".join([first, *next_steps(log, checkpoint, events, 0)])
     return f"""{log}: the run has not ended; its last event is of step {step:,}

@@ -30,6 +30,8 @@ ONE_TEXT = ("VOCAB_SIZE", "TOKENIZER_SHA256", "DATA_PATH")  # runs that share th
 MAX_LABEL, LINE = 200, 90  # characters
 LATE = 0.1  # of a run: no line leads from step 0 to a first validation that is later
 BEGINNING = 0.04  # of a run: its values may leave the panel, since they would flatten the rest
+FEW_POINTS = 3  # of a line: all of them are shown
+LEAST_HEIGHT = 0.05  # of a panel, in its unit: smaller differences are not magnified
 AXIS_TITLES = {"step": "step", "tokens": "training tokens (millions)", "seconds": "training time (s)",
                "val_bpb": "validation (bits per byte)", "train_loss": "training loss (nats per token)"}
 STYLES = {
@@ -213,13 +215,15 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
         for style, (across, values) in lines_of(members, x, y):
             axes.plot(across, values, color=colour, label=style, **STYLES[style])
             late = across > BEGINNING * np.nanmax(across, initial=0)
-            shown.append(values[late] if late.any() and not members[0].settings.get("INIT_FROM") else values)
+            is_short = late.sum() < FEW_POINTS or members[0].settings.get("INIT_FROM")
+            shown.append(values if is_short else values[late])
         for run in members if len(groups) == 1 and y == "val_bpb" else []:
             if warn_of_overfitting(run.events)[0]:
                 across, _ = min(curve(run, x, y).values(), key=lambda point: point[1])
                 axes.axvline(across, color=colour, label="lowest validation", **STYLES["lowest validation"])
     low, high = (limit(np.concatenate(shown)) for limit in (np.nanmin, np.nanmax))
-    margin = 0.06 * (high - low) or 0.01
+    margin = max(0.06 * (high - low), (LEAST_HEIGHT - high + low) / 2)
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.set(xlabel=AXIS_TITLES[x], ylabel=AXIS_TITLES[y], ylim=(low - margin, high + margin))
     axes.label_outer()
     axes.grid(alpha=0.3)

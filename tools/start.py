@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common import ROOT, gpu_names, launcher, load_json, presets, read_settings
-from events import interpreter, newest_first, parse_event, prepare_output, read_outline, summarize
+from events import given_settings, interpreter, newest_first, parse_event, prepare_output, read_outline, summarize
 
 MANY_TOKENS = 2_000_000  # of a text on which two minutes of records/presets/quick.env do not overfit
 FEW_TOKENS = 600_000
@@ -182,6 +182,16 @@ def plan(words: list[str], preset: str) -> Start:
     return Start([*words_of(chosen), *files, *words], max(1, gpus))
 
 
+def are_unchanged(files: list[str], settings: dict[str, str], overrides: dict) -> bool:
+    """Whether files, as @FILE words, still set what they set in a run with these overrides."""
+    from train_gpt import read_words
+    try:
+        now = {name: text for name, (text, _) in read_words(files, {}).items()}
+    except (OSError, ValueError):
+        return False
+    return settings.items() <= now.items() and now.keys() <= overrides.keys()
+
+
 def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -> Start | None:
     """Return how to continue the run of the checkpoint RESUME with the settings that it began with, unless the user
     gives others; None if there is no checkpoint, or no log that tells them. Raises ValueError."""
@@ -200,10 +210,16 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
             break
     else:
         return None
-    began = {name: text for name, (text, origin) in events[0]["overrides"].items()
-             if origin in ("argument", "environment") or origin.startswith("@")}
-    again = {**began, "RUN_ID": run_id}
-    gpus = min(count_gpus(given.get("DEVICE", began.get("DEVICE", ""))), events[0]["world_size"])
+    overrides = events[0]["overrides"]
+    of_files = {name: text for name, (text, origin) in overrides.items() if origin.startswith("@")}
+    old_files = list(dict.fromkeys(origin for _, origin in overrides.values() if origin.startswith("@")))
+    again = given_settings(events[0]) | {"RUN_ID": run_id}
+    if are_unchanged(old_files, of_files, overrides):
+        files = list(dict.fromkeys(old_files + files))
+    else:
+        again |= of_files
+    device = given.get("DEVICE") or overrides.get("DEVICE", [""])[0]
+    gpus = min(count_gpus(device), events[0]["world_size"])
     print(f"RESUME continues from {paths[0]}, with the settings of {log}")
     again |= suit_machine(gpus)
     again = {name: text for name, text in again.items() if name not in given}
