@@ -152,7 +152,7 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
     shutil.rmtree(checkout / ".venv")
     assert "PYTHON names the interpreter" in shell(checkout, "run.sh", "--help").stdout
     result = shell(checkout, "run.sh", "tset")
-    assert result.returncode and result.stderr == "run.sh: tset is not NAME=value, --preset NAME, --track NAME, --help or test\n"
+    assert result.returncode and result.stderr == "run.sh: tset is not NAME=value, --preset NAME, --help or test\n"
     assert "unrecognized arguments: --epochs" in shell(checkout, "run.sh", "--epochs").stderr
     result = shell(checkout, "run.sh", "--preset", "x")
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env; presets in records/presets: cpu_1mb cpu_1mb_avx2 gpu_")

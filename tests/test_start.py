@@ -287,6 +287,7 @@ print("warning: signals:", signals, flush=True)
 print("stopped: signal 2 after step:26; there is no checkpoint", flush=True)
 sys.exit(130)
 """
+MOVING = r" \d\d %  0:0\d left  3\.2100 bits per byte  9 tokens/s  epoch 1\.00"
 STARTED = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -316,14 +317,14 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_reaches_the_trainer_once(tmp_path
     process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], cwd=tmp_path, stdin=theirs, stdout=theirs,
                                stderr=theirs, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(theirs)
-    shown = watch_until(ours, " 50 %")
+    shown = watch_until(ours, " left ")
     os.write(ours, b"\x03")
     shown = watch_until(ours, "no such text", shown)
     assert process.wait(timeout=30) == 130
     assert "step 0, 0 s: 3.2100 bits per byte\r\n" in shown and "\rsomething is wrong\r\n" in re.sub(" {10,}\r", "", shown)
-    assert " 50 %  0:09 left  3.2100 bits per byte  9 tokens/s  epoch 1.00" in shown and "seed:1" not in shown
+    assert re.search(MOVING, shown) and "seed:1" not in shown
     assert "warning: signals: 1\r\n" in shown
-    assert "Stopped by SIGINT after 26 steps and 9 s of training." in shown
+    assert "Stopped by SIGINT after 26 steps and 9 s." in shown
     assert "run.sh 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
 
 
@@ -332,11 +333,11 @@ def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_
     monkeypatch.chdir(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], stdout=subprocess.PIPE, text=True)
     lines = iter(process.stdout.readline, "")
-    shown = [next(line for line in lines if "50 %" in line)]
+    shown = [next(line for line in lines if " left " in line)]
     process.send_signal(signal.SIGINT)
     shown += lines
     assert process.wait(timeout=30) == 130
-    assert shown[0] == " 50 %  0:09 left  3.2100 bits per byte  9 tokens/s  epoch 1.00\n" and "warning: signals: 1\n" in shown
+    assert re.fullmatch(MOVING + "\n", shown[0]) and "warning: signals: 1\n" in shown
     assert "something is wrong\n" in capfd.readouterr().err
 
 
@@ -353,7 +354,7 @@ def test_busy_cores_are_said(monkeypatch, capsys):
 
 def test_a_tracker_is_asked_for_before_the_start(place, monkeypatch):
     monkeypatch.setattr(start, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="--track wandb needs: .*python.* -m pip install wandb"):
+    with pytest.raises(SystemExit, match="--track wandb needs a package: .*python.* -m pip install wandb"):
         run_script(monkeypatch, start, "--track", "wandb", "DATA_PATH=x")
 
 

@@ -1,12 +1,12 @@
-"""Train on this machine: choose settings and data, start train_gpt.py, show how it goes, say what to do next.
+"""Train on this machine: choose what is left open, show how it goes, say what to do next.
 
-    ./run.sh [NAME=value ...]         install into .venv, then train; without a GPU, two minutes on speeches
+    ./run.sh [NAME=value ...]         install into .venv, then train; without a GPU, for two minutes
     ./run.sh --preset NAME [...]      the settings of records/presets/NAME.env
-    ./run.sh RUN_ID=... RESUME=auto   continue from a checkpoint, with the settings that the run began with
-    ./run.sh test [...]               run the tests; -m slow: the slow ones; -m gpu: those that need a GPU
+    ./run.sh RUN_ID=... RESUME=auto   continue from a checkpoint, with the run's own settings
+    ./run.sh test [...]               run the tests; -m slow: the slow ones; -m gpu: those for GPUs
 
-NAME=value, an argument or a variable of the environment, reaches train_gpt.py and wins over what is chosen here.
-PYTHON names the interpreter that makes .venv.
+NAME=value, an argument or a variable of the environment, is a setting of train_gpt.py, and wins
+over what is chosen here. PYTHON names the interpreter that makes .venv.
 """
 
 import argparse
@@ -29,23 +29,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common import ROOT, gpu_names, launcher, load_json, presets, read_settings
-from events import given_settings, interpreter, newest_first, parse_event, prepare_output, read_outline, summarize
+from events import (
+    given_settings, interpreter, newest_first, parse_event, prepare_output, read_outline, summarize,
+)
 
-MANY_TOKENS = 2_000_000  # of a text on which two minutes of records/presets/quick.env do not overfit
+MANY_TOKENS = 2_000_000  # On such a text, two minutes of the preset quick do not overfit.
 FEW_TOKENS = 600_000
-ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU; the speeches would be read dozens of times
-FINEWEB = ("sp1024", "sp4096", "sp8192")  # the tokenizers for which FineWeb's tokens can be downloaded
+ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU, which read the speeches dozens of times
+FINEWEB = ("sp1024", "sp4096", "sp8192")  # tokenizers for which FineWeb can be downloaded
 SCRIPT = "train_gpt.py"
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
+         signal.SIGXCPU)
 TRACKERS = ("wandb", "trackio", "tensorboard")
 
 
-# ---- What to train -----------------------------------------------------------------------------
+# ---- What to train ------------------------------------------------------------------
 
 
 @dataclass
 class Start:
-    """A run to start: the arguments of train_gpt.py and the number of processes, all on this machine."""
+    """A run to start: the arguments of train_gpt.py, and the number of processes here."""
     arguments: list[str]
     ranks: int
 
@@ -55,25 +58,25 @@ def preset_file(name: str) -> tuple[Path, str]:
     path = Path("records/presets", f"{name}.env")
     _, tokenizer = read_settings(path)
     if not tokenizer:
-        raise ValueError(f"{path} has no line like '# tokenizer: sp1024': add one, or if it only adds to a preset, "
-                         "give both to train_gpt.py")
+        raise ValueError(f"{path} has no line like '# tokenizer: sp1024': add one, or if it only "
+                         "adds to a preset, give both to train_gpt.py")
     return path, tokenizer
 
 
 def count_gpus(device: str) -> int:
-    """Return how many GPUs to use for DEVICE. Raises ValueError if PyTorch cannot use those of the machine."""
+    """Return how many GPUs to use for DEVICE. Raises ValueError if PyTorch cannot use them."""
     if device.lower() not in ("", "auto", "cuda"):
         return 0
     import torch
     count = torch.cuda.device_count()
     if not count and not device and "CUDA_VISIBLE_DEVICES" not in os.environ and gpu_names():
-        raise ValueError("PyTorch cannot use this machine's GPUs: install a build for their driver into .venv "
-                         "(see pytorch.org), or set DEVICE=cpu")
+        raise ValueError("PyTorch cannot use this machine's GPUs: install a build for their driver "
+                         "into .venv (see pytorch.org), or set DEVICE=cpu")
     return count
 
 
 def count_tokens(data: str) -> int:
-    """Return the number of training tokens in a folder made by prepare.py; MANY_TOKENS if it does not say."""
+    """Return the training tokens in a folder of prepare.py; MANY_TOKENS if it does not say."""
     try:
         return int(load_json(Path(data, "manifest.json"))["splits"]["train"]["tokens"])
     except (OSError, ValueError, TypeError, LookupError):
@@ -81,7 +84,7 @@ def count_tokens(data: str) -> int:
 
 
 def check_data(data: str) -> None:
-    """Raise ValueError if a DATA_PATH is found from the folder in which the user is, but not from here."""
+    """Raise ValueError if DATA_PATH is found from the user's folder, but not from here."""
     called_from = Path(os.environ.get("OLDPWD", ""))
     if data and not Path(data).exists() and Path(called_from, data).exists():
         raise ValueError(f"DATA_PATH={data} does not exist in {ROOT}; you may mean "
@@ -89,8 +92,9 @@ def check_data(data: str) -> None:
 
 
 def call(*command: str) -> None:
-    """Run a script of data/, without the command that it prints for what is next. Exits if it fails."""
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    """Run a script of data/, and leave out the next command that it prints. Exits if it fails."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True,
+                          errors="replace") as process:
         for line in process.stdout:
             if not line.startswith("next: "):
                 print(line, end="", flush=True)
@@ -99,7 +103,7 @@ def call(*command: str) -> None:
 
 
 def count_shards(tokenizer: str) -> int:
-    """Return the number of FineWeb's training shards; 0 if the set is incomplete, as after a stopped download."""
+    """Return the number of FineWeb's training shards; 0 if a download was stopped before."""
     shards = Path("data/datasets", f"fineweb10B_{tokenizer}")
     model = Path("data/tokenizers", f"fineweb_{tokenizer.removeprefix('sp')}_bpe.model")
     is_complete = model.exists() and any(shards.glob("fineweb_val_*.bin"))
@@ -107,12 +111,13 @@ def count_shards(tokenizer: str) -> int:
 
 
 def find_data(tokenizer: str, gpus: int) -> dict[str, str]:
-    """Return DATA_PATH, and TOKENIZER_PATH with it: FineWeb if it is there or there are GPUs, else speeches."""
+    """Fetch FineWeb if there are GPUs, or speeches if FineWeb is not there. Return DATA_PATH, and
+    TOKENIZER_PATH if it is needed."""
     if gpus and tokenizer in FINEWEB and count_shards(tokenizer) < ENOUGH_SHARDS:
-        print("fetching FineWeb's first ten shards, 2 GB; to see one minute on this GPU before, stop this with "
-              "Ctrl-C and run ./run.sh --preset gpu_minute", flush=True)
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "huggingface_hub"]
-        subprocess.run(pip, check=False)
+        print("fetching FineWeb's first ten shards, 2 GB; to see a minute of training before that, "
+              "stop this with Ctrl-C, and run ./run.sh --preset gpu_minute", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "huggingface_hub"], check=False)
         call("data/download.py", "--variant", tokenizer, "--train-shards", str(ENOUGH_SHARDS))
     if count_shards(tokenizer):
         model = f"data/tokenizers/fineweb_{tokenizer.removeprefix('sp')}_bpe.model"
@@ -124,7 +129,7 @@ def find_data(tokenizer: str, gpus: int) -> dict[str, str]:
 
 
 def suit_small_text(config, own: dict[str, str], tokens: int) -> dict[str, str]:
-    """Return settings with which the preset quick does not overfit on few training tokens, and print them."""
+    """Return settings with which the preset quick does not overfit on few tokens. Prints them."""
     batch = config.train_batch_tokens
     steps = config.iterations if "ITERATIONS" in own else 10 * tokens // batch + 1
     added = {"DROPOUT": "0.1" if tokens >= FEW_TOKENS else "0.3", "ITERATIONS": str(steps),
@@ -137,17 +142,18 @@ def suit_small_text(config, own: dict[str, str], tokens: int) -> dict[str, str]:
 
 def suit_machine(gpus: int) -> dict[str, str]:
     """Return COMPILE=0 where PyTorch cannot compile, and say why."""
-    reason = ""
     headers = Path(sysconfig.get_path("include"))
-    has_compiler = shutil.which(os.environ.get("CXX") or "g++")
+    has_headers = not headers.is_dir() or (headers / "Python.h").exists()
+    can_compile = has_headers and shutil.which(os.environ.get("CXX") or "g++")
     if " " in str(ROOT):  # PyTorch does not quote its paths for the compiler.
-        reason = "The path of this folder has a space, with which PyTorch cannot compile"
-    elif not gpus and sys.platform == "linux" and not (
-            has_compiler and (not headers.is_dir() or (headers / "Python.h").exists())):
-        reason = "PyTorch cannot compile without g++ and Python's headers (apt install g++ python3-dev)"
-    if reason:
-        print(f"{reason}: training is slower.")
-    return {"COMPILE": "0"} if reason else {}
+        print("The path of this folder has a space, with which PyTorch cannot compile: training is "
+              "slower.")
+    elif not gpus and sys.platform == "linux" and not can_compile:
+        print("PyTorch cannot compile without g++ and Python's headers (apt install g++ "
+              "python3-dev): training is slower.")
+    else:
+        return {}
+    return {"COMPILE": "0"}
 
 
 def words_of(settings: dict[str, str]) -> list[str]:
@@ -170,8 +176,8 @@ def plan(words: list[str], preset: str) -> Start:
         path, tokenizer = preset_file("quick")
         files, gpus = [f"@{path}"], min(gpus, 1)
         tokenizer = "sp1024" if count_shards("sp1024") else tokenizer
-    config, origins = load_config(files + words, os.environ)  # Mistakes are found before a download.
-    own = {name: text for name, (text, origin) in origins.items() if origin in ("argument", "environment")}
+    config, overrides = load_config(files + words, os.environ)  # finds mistakes before a download
+    own = given_settings({"overrides": overrides})
     chosen = {} if data else find_data(tokenizer, gpus)
     if path and path.stem == "quick" and tokens < MANY_TOKENS:
         chosen |= suit_small_text(config, own, tokens)
@@ -182,19 +188,20 @@ def plan(words: list[str], preset: str) -> Start:
     return Start([*words_of(chosen), *files, *words], max(1, gpus))
 
 
-def are_unchanged(files: list[str], settings: dict[str, str], overrides: dict) -> bool:
-    """Whether files, as @FILE words, still set what they set in a run with these overrides."""
+def are_unchanged(files: list[str], overrides: dict) -> bool:
+    """Whether @FILE words still set what they set in a run with these overrides."""
     from train_gpt import read_words
     try:
         now = {name: text for name, (text, _) in read_words(files, {}).items()}
     except (OSError, ValueError):
         return False
-    return settings.items() <= now.items() and now.keys() <= overrides.keys()
+    then = {name: text for name, (text, origin) in overrides.items() if origin in files}
+    return then.items() <= now.items() and now.keys() <= overrides.keys()
 
 
 def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -> Start | None:
-    """Return how to continue the run of the checkpoint RESUME with the settings that it began with, unless the user
-    gives others; None if there is no checkpoint, or no log that tells them. Raises ValueError."""
+    """Return how to continue from the checkpoint RESUME with the settings of its run, unless the
+    user gives others; None without a checkpoint, or a log that has them. Raises ValueError."""
     from train_gpt import Config, list_checkpoints
     named = Config(run_id=given.get("RUN_ID", ""), out_dir=given.get("OUT_DIR", ""))
     paths = list_checkpoints(named) if given["RESUME"] == "auto" else [Path(given["RESUME"])]
@@ -206,18 +213,18 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
             events = read_outline(log)
         except ValueError:  # a damaged log
             continue
-        if any(event["event"] == "checkpoint" and event["file"] == paths[0].name for event in events):
+        if any(event.get("file") == paths[0].name for event in events):  # It wrote the checkpoint.
             break
     else:
         return None
     overrides = events[0]["overrides"]
-    of_files = {name: text for name, (text, origin) in overrides.items() if origin.startswith("@")}
-    old_files = list(dict.fromkeys(origin for _, origin in overrides.values() if origin.startswith("@")))
+    of_files = {name: pair for name, pair in overrides.items() if pair[1].startswith("@")}
+    old_files = list(dict.fromkeys(file for _, file in of_files.values()))
     again = given_settings(events[0]) | {"RUN_ID": run_id}
-    if are_unchanged(old_files, of_files, overrides):
+    if are_unchanged(old_files, overrides):
         files = list(dict.fromkeys(old_files + files))
     else:
-        again |= of_files
+        again |= {name: text for name, (text, _) in of_files.items()}
     device = given.get("DEVICE") or overrides.get("DEVICE", [""])[0]
     gpus = min(count_gpus(device), events[0]["world_size"])
     print(f"RESUME continues from {paths[0]}, with the settings of {log}")
@@ -226,7 +233,7 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
     return Start([*words_of(again), *files, *words], max(1, gpus))
 
 
-# ---- The view ----------------------------------------------------------------------------------
+# ---- The view -----------------------------------------------------------------------
 
 
 def bits(event: dict) -> str:
@@ -264,7 +271,8 @@ class Progress:
             self.step, self.time_s, self.seen_s, self.phase = event["step"], time_s, now_s, ""
             self.speed = f"{event['tok_per_sec']:,.0f} tokens/s  epoch {event['epoch']:.2f}"
         elif kind == "val":
-            self.step, self.time_s, self.seen_s = event["step"], event["train_time_ms"] / 1000, now_s
+            self.step, self.seen_s = event["step"], now_s
+            self.time_s = event["train_time_ms"] / 1000
             self.score, self.next_val = bits(event), self.step + self.val_loss_every
             return f"step {self.step:,}, {self.time_s:,.0f} s: {self.score}"
         elif kind == "export":
@@ -284,10 +292,11 @@ class Progress:
         return line if re.match("(?i)warning|resume", line) else ""
 
     def share(self, now_s: float) -> tuple[float, float]:
-        """Return how much is done, from 0 to 1, and the seconds of training that are left."""
+        """Return how much is done, from 0 to 1, and the seconds of training that are left, after a
+        step."""
         until_val_s = (self.next_val - self.step) * self.step_s
         since_s = max(0.0, min(now_s - self.seen_s, self.log_s, until_val_s))
-        time_s, step = self.time_s + since_s, self.step + since_s / max(self.step_s, 1e-9)
+        time_s, step = self.time_s + since_s, self.step + since_s / self.step_s
         left_s = min(self.limit_s - time_s, (self.iterations - step) * self.step_s)
         done = max(time_s / self.limit_s, step / max(1, self.iterations))
         return min(1.0, done), max(0.0, left_s)
@@ -297,17 +306,19 @@ class Progress:
         if self.phase or not self.step_s:
             return float(self.phase.startswith("scoring")), self.phase
         done, left_s = self.share(now_s)
-        left = f"{left_s / 60:.0f} min left" if left_s > 600 else f"{left_s // 60:.0f}:{left_s % 60:02.0f} left"
-        return done, f"{100 * done:3.0f} %  {left}  {self.score}  {self.speed}"
+        minutes, seconds = divmod(round(left_s), 60)
+        left = f"{minutes}:{seconds:02}" if minutes < 10 else f"{minutes} min"
+        return done, f"{100 * done:3.0f} %  {left} left  {self.score}  {self.speed}"
 
 
 class View:
-    """A line that changes below lines that stay; where the output is no terminal, a line for each tenth of the run."""
+    """A line that changes, below lines that stay. Without a terminal, a line for each tenth."""
 
     def __init__(self):
         from tqdm import tqdm
         width = min(100, shutil.get_terminal_size().columns - 1)
-        self.bar = tqdm(total=1, bar_format="{elapsed} {bar} {desc}", ncols=width, leave=False, disable=None, file=sys.stdout)
+        self.bar = tqdm(total=1, bar_format="{elapsed} {bar} {desc}", ncols=width, leave=False,
+                        disable=None, file=sys.stdout)
         self.tenths = 0
 
     def keep(self, line: str, file=None) -> None:
@@ -326,7 +337,7 @@ class View:
 
 
 def read_core_times(pid: int, times: dict[str, tuple[int, int]]) -> None:
-    """Note for each thread of a process how long it had a core and how long it waited for one, in ns. On Linux only."""
+    """Note how long each thread of a process had a core, and waited for one, in ns. Linux only."""
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError, ValueError):  # The thread may have ended.
             used, waited, _ = path.read_text().split()
@@ -335,7 +346,7 @@ def read_core_times(pid: int, times: dict[str, tuple[int, int]]) -> None:
 
 @contextmanager
 def signals_forwarded(child: subprocess.Popen):
-    """Hand signals on to the trainer. It has a process group of its own, so that Ctrl-C reaches it once."""
+    """Hand signals on to the trainer, which has its own process group: Ctrl-C reaches it once."""
     def suspend(*_):  # Ctrl-Z
         child.send_signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -354,7 +365,8 @@ def signals_forwarded(child: subprocess.Popen):
 
 @dataclass
 class Outcome:
-    """A trainer that has ended: its exit status, its log if there is one, and its share of the cores' time."""
+    """A trainer that has ended: its exit status, its log if it has begun one, its progress, and the
+    share of the time for which it could have used the cores that it had them."""
     status: int
     log: Path | None
     progress: Progress
@@ -384,8 +396,8 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
                 log = Path(line).with_suffix(".jsonl")
                 events = log.open(encoding="utf-8", errors="replace")
                 if tracker:
-                    tracking = subprocess.Popen([sys.executable, "tools/track.py", tracker, log.stem],
-                                                stdin=subprocess.DEVNULL, process_group=0)
+                    track = [sys.executable, "tools/track.py", tracker, log.stem]
+                    tracking = subprocess.Popen(track, stdin=subprocess.DEVNULL, process_group=0)
             elif kept := progress.hear(line):
                 view.keep(kept)
         for event in filter(None, map(parse_event, events or ())):
@@ -402,61 +414,68 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
         tracking.wait()
     used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    return Outcome(status, log, progress, used / max(1, used + waited) if used + waited > 20e9 else 1.0)
+    is_short = used + waited < 20e9
+    return Outcome(status, log, progress, 1.0 if is_short else used / (used + waited))
 
 
 def train(start: Start, tracker: str) -> Outcome:
     """Train and show it."""
     command = [*launcher(start.ranks), SCRIPT, *start.arguments]
     print(shlex.join([interpreter(), *command[1:]]))
-    print("The bits that it needs for a byte of text on which it does not train should fall.", flush=True)
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, errors="replace", process_group=0) as child, signals_forwarded(child):
+    print("The bits that it needs for a byte of text on which it does not train should fall.",
+          flush=True)
+    with (subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, errors="replace",
+                           process_group=0) as child,
+          signals_forwarded(child)):
         return follow(child, tracker)
 
 
-# ---- What to do next ---------------------------------------------------------------------------
+# ---- What to do next ----------------------------------------------------------------
 
 
 def conclude(outcome: Outcome) -> None:
     """Say what happened, and what to do next."""
     log, progress = outcome.log, outcome.progress
     if outcome.share < 0.5:
-        print(f"The cores were busy with other programs: this run had {100 * outcome.share:.0f} % of the time "
-              "that it could have used, and so fewer steps. End them, and train again.")
+        print("The cores were busy with other programs: this run had "
+              f"{100 * outcome.share:.0f} % of the time that it could have used. End them, and "
+              "train again.")
     if not log:
         return
     summary = summarize(log)
     if outcome.status > 128:
-        print(f"Stopped by {signal.Signals(outcome.status - 128).name} after {progress.step:,} steps "
-              f"and {progress.time_s:,.0f} s of training.")
+        name = signal.Signals(outcome.status - 128).name
+        print(f"Stopped by {name} after {progress.step:,} steps and {progress.time_s:,.0f} s.")
     elif outcome.status:
         print(f"The run failed after {progress.step:,} steps; the error is above.")
     elif "final_model" in summary:
         print("\nA sample of what it writes:", flush=True)
-        subprocess.run([sys.executable, "tools/sample.py", log.stem, "--length", "80"], check=False)
+        sample = [sys.executable, "tools/sample.py", log.stem, "--length", "80"]
+        subprocess.run(sample, check=False)
     print(summary)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py")
-    parser.add_argument("--preset", default="", metavar="NAME", help=f"one of {', '.join(presets())}")
-    parser.add_argument("--track", default="", choices=TRACKERS, help="also send the numbers to this tracker")
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="of train_gpt.py")
+    parser.add_argument("--preset", default="", metavar="NAME", help=", ".join(presets()))
+    parser.add_argument("--track", default="", choices=TRACKERS, help="also send it the numbers")
     parser.add_argument("--check", action="store_true", help="only check these arguments")
     options = parser.parse_intermixed_args()
     os.chdir(ROOT)
     try:
         for word in options.settings:
             if "=" not in word:
-                raise ValueError(f"{word} is not NAME=value, --preset NAME, --track NAME, --help or test")
+                raise ValueError(f"{word} is not NAME=value, --preset NAME, --help or test")
         if options.preset:
             preset_file(options.preset)
         if options.check:
             return
         if options.track and not find_spec(options.track):
-            raise ValueError(f"--track {options.track} needs: {interpreter()} -m pip install {options.track}")
+            install = f"{interpreter()} -m pip install {options.track}"
+            raise ValueError(f"--track {options.track} needs a package: {install}")
         outcome = train(plan(options.settings, options.preset), options.track)
         conclude(outcome)
     except (OSError, ValueError) as error:
