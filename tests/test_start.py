@@ -247,8 +247,11 @@ def test_between_two_events_the_bar_moves_as_far_as_the_next_one_or_the_next_val
     for step, seen_s in ((8, 108), (16, 116)):
         progress.read(train_event(step, step), seen_s)
     assert [progress.line(now_s)[0] for now_s in (116, 118, 120, 130)] == pytest.approx([0.16, 0.18, 0.2, 0.2])
+    assert "1.2346 bits per byte" in progress.line(130)[1]
+    progress.read(train_event(20, 20), 130)
+    assert progress.line(130)[1].startswith(" 20 %  1:20 left  validating  ")
     assert progress.read(val | {"step": 20, "train_time_ms": 20_000, "val_bpb": None}, 140) == "step 20, 20 s: not finite"
-    assert [progress.line(now_s)[0] for now_s in (140, 144, 150, 199)] == pytest.approx([0.2, 0.24, 0.28, 0.28])
+    assert [progress.line(now_s)[0] for now_s in (140, 142, 144, 199)] == pytest.approx([0.2, 0.22, 0.24, 0.24])
     progress.read({"event": "export"}, 200)
     assert progress.line(200) == (1, "scoring the saved model")
     assert progress.read({"event": "final", "val_bpb": 1.25}, 201) == "the saved model: 1.2500 bits per byte"

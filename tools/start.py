@@ -308,7 +308,8 @@ class Progress:
         done, left_s = self.share(now_s)
         minutes, seconds = divmod(round(left_s), 60)
         left = f"{minutes}:{seconds:02}" if minutes < 10 else f"{minutes} min"
-        return done, f"{100 * done:3.0f} %  {left} left  {self.score}  {self.speed}"
+        score = "validating" if done == 1 or self.step == self.next_val else self.score
+        return done, f"{100 * done:3.0f} %  {left} left  {score}  {self.speed}"
 
 
 class View:
