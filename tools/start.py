@@ -38,8 +38,8 @@ FEW_TOKENS = 600_000
 ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU, which read the speeches dozens of times
 FINEWEB = ("sp1024", "sp4096", "sp8192")  # tokenizers for which FineWeb can be downloaded
 SCRIPT = "train_gpt.py"
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-         signal.SIGXCPU)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
+           signal.SIGUSR2, signal.SIGXCPU)  # that the trainer is to have
 TRACKERS = ("wandb", "trackio", "tensorboard")
 
 
@@ -353,7 +353,7 @@ def signals_forwarded(child: subprocess.Popen):
         os.kill(os.getpid(), signal.SIGSTOP)
         child.send_signal(signal.SIGCONT)
 
-    handlers = {number: lambda number, _: child.send_signal(number) for number in STOPS}
+    handlers = {number: lambda number, _: child.send_signal(number) for number in SIGNALS}
     handlers[signal.SIGTSTP] = suspend
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()
               if signal.getsignal(number) != signal.SIG_IGN}  # as nohup leaves it
