@@ -362,16 +362,20 @@ def test_a_tracker_is_asked_for_before_the_start(place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_first_minute_on_a_gpu_says_what_was_found(place, monkeypatch, capfd):
-    """On a card that is not there; the preset's settings, with a smaller model and a text of bytes."""
+@pytest.mark.parametrize("card, gpus, wanted", [
+    ("cuda 9.0 80", 1, r"1 x pretended, bfloat16, attention cudnn, [\d,]+ tokens/s, 0\.7 GiB of its memory"),
+    ("cuda 7.5 15", 1, r"1 x pretended, float16, attention efficient, [\d,]+ tokens/s, 0\.7 GiB of its memory"),
+    ("mps 0.0 0", 0, r"mps, float32, attention math, [\d,]+ tokens/s")], ids=["H100", "T4", "Mac"])
+def test_the_first_minute_on_a_gpu_says_what_was_found(place, monkeypatch, capfd, card, gpus, wanted):
+    """On cards that are not there; the preset's settings, with a smaller model and a text of bytes."""
     monkeypatch.setattr(start, "SCRIPT", str(REPOSITORY / "tests" / "pretended.py"))
-    monkeypatch.setenv("PRETEND", "cuda 9.0 80")
+    monkeypatch.setenv("PRETEND", card)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    has_gpus(monkeypatch, 1)
+    has_gpus(monkeypatch, gpus)
     data = make_shards(place)
-    sizes = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, NUM_LAYERS=2, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=512, ITERATIONS=20,
+    sizes = dict(MODEL_DIM=32, NUM_HEADS=2, NUM_KV_HEADS=1, NUM_LAYERS=2, TRAIN_SEQ_LEN=32, TRAIN_BATCH_TOKENS=512, ITERATIONS=8,
                  VOCAB_SIZE=260, TOKENIZER_PATH="byte260", DATA_PATH=data)
     with pytest.raises(SystemExit, match="^0$"):
         run_script(monkeypatch, start, "--preset", "gpu_minute", *(f"{name}={value}" for name, value in sizes.items()))
     shown = capfd.readouterr().out
-    assert re.search(r"\nmachine   1 x pretended, bfloat16, attention cudnn, [\d,]+ tokens/s, 0\.7 GiB of its memory\n", shown), shown
+    assert re.search(f"\nmachine   {wanted}", shown), shown
