@@ -3,238 +3,395 @@
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
 
-The exit status is 1 if a folder is refused; each reason is a line. verify.py catches mistakes, --rerun catches wrong scores, and a
-person who reads the changes to the script catches lies. --rerun runs the folder's train_gpt.py, which is the submitter's code: read
-it first. It also needs the artifacts that are too large for git: copy them into the folder.
+The exit status is 1 if a folder is refused; each reason is a line. verify.py catches mistakes,
+--rerun catches wrong scores, and a person who reads the changes to the script catches lies. --rerun
+runs the folder's train_gpt.py, which is the submitter's code: read it first. It also needs the
+artifacts that are too large for git: copy them into the folder.
 """
 
 import argparse
 import json
 import math
-import shlex
+import re
 import statistics
 import sys
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from common import ROOT, compare_scores, deviation, load_json, require_packages, score, table  # noqa: E402
-from events import MAY_DIFFER_BETWEEN_SEEDS, prepare_output  # noqa: E402
-from rescore import rescore  # noqa: E402
-from rules import (  # noqa: E402
-    FOLDER_NAME, Findings, best_before, check_rules, load_base, load_track, place_of, read_folder,
-)
+from common import ROOT, compare_scores, deviation, load_json, require_packages, score  # noqa: E402
+from events import MAY_DIFFER_BETWEEN_SEEDS as MAY_DIFFER  # noqa: E402
+from events import RULE, interpreter, prepare_output, read_events  # noqa: E402
 
+FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
-NOTES = "\n## Notes\n"
+HICCUP_S = 1  # a run may pass its cap by an average step and this much
+LONGEST_TOKEN = 64  # bytes of text for which the tokens after the last whole row may stand
+MUST_MATCH = ("world_size", "threads", "torch", "python", "val_tokens", "val_bytes", "parameters",
+              "data_sha256", "gpu")  # between the seeds
 # What the author writes in submission.json; the logs decide the rest.
-AUTHORED = ("name", "author", "date", "submitted", "track", "division", "blurb", "base", "hardware")
-OF_SEEDS = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps", "train_seconds", "eval_seconds",
-            "wall_seconds", "artifact_bytes", "artifact_sha256", "bytes_total")
+AUTHORED = {"name": "", "author": "", "date": "", "submitted": "", "track": "", "division": "",
+            "blurb": "", "base": "", "in_turn": False, "hardware": ""}
+OF_SEEDS = ("val_loss", "val_bpb", "val_bpb_original", "val_bpb_before_export", "steps",
+            "train_seconds", "eval_seconds", "wall_seconds", "artifact_bytes", "artifact_sha256",
+            "bytes_total")
 
 
-# ---- submission.json -----------------------------------------------------------------------------------
+class Findings(list):
+    """The reasons for which a folder is refused, as lines of text."""
+
+    def check(self, holds: object, text: str) -> bool:
+        """Add `text` unless `holds`; return whether it holds."""
+        if not holds:
+            self.append(text)
+        return bool(holds)
+
+
+# ---- The seeds of a folder ---------------------------------------------------------------------
+
+
+def script_line(source: str) -> str:
+    """Return what stands for a script in a record's text logs; the script lies beside them."""
+    return f"train_gpt.py of SHA-256 {sha256(source.encode('utf-8')).hexdigest()}"
+
+
+def read_seed(path: Path, source: str, findings: Findings) -> dict | None:
+    """Return the numbers of train_seedN.log and .jsonl; None if there are none."""
+    from probe import check_clock  # only here: it imports PyTorch
+    name = path.stem
+    try:
+        script, machine, text = path.read_text(encoding="utf-8").split(f"\n{RULE}\n", 2)
+        events = read_events(path.with_suffix(".jsonl"))
+        seed = summarize(events, machine, text)
+        slow = check_clock(events)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        findings.append(f"{name}: a log is missing, unfinished or damaged: {error!r}")
+        return None
+    losses = [event[key] for event in events for key in ("train_loss", "val_loss") if key in event]
+    if not findings.check(None not in losses, f"{name}: a loss is not finite"):  # logged as null
+        return None
+    findings.check(script == script_line(source),
+                   f"{name}.log: its first line must be {script_line(source)!r}")
+    code = source.encode("utf-8")
+    found = seed["code_bytes"], seed["code_sha256"]
+    findings.check(found == (len(code), sha256(code).hexdigest()),
+                   f"{name}: code_bytes and code_sha256 are not train_gpt.py's")
+    findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
+    resumed = any(event["event"] == "resume" for event in events)
+    findings.check(seed["losses"] and not resumed,
+                   f"{name}: a record is one run from its first step to its end")
+    findings.check(not slow, f"{name}: {slow}")
+    findings.check(not seed["settings"].get("VAL_TOKENS"),
+                   f"{name}: VAL_TOKENS scores a part of the validation text")
+    bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
+    findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9), f"{name}: val_bpb "
+                   f"{seed['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
+    return seed
+
+
+def summarize(events: list[dict], machine: str, text: str) -> dict:
+    """Return a seed's numbers from its events and the second and third part of its text log.
+    Raises LookupError or TypeError if something is missing."""
+    last = {event["event"]: event for event in events}
+    val = last["val"]
+    seed = {"data_sha256": None, **last["config"], **last["export"], **last["final"]}
+    settings = seed["config"]
+    names = sorted(seed["overrides"].keys() - MAY_DIFFER)
+    scored = [last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last]
+    return {
+        **seed, "seed": settings["SEED"], "settings": settings, "machine": machine,
+        "overrides": {name: settings[name] for name in names},
+        "losses": [event["train_loss"] for event in events if event["event"] == "train"],
+        "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
+        "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": sum(scored) / 1000,
+        "wall_seconds": seed["elapsed_s"],
+        "export_seconds": last["export"]["elapsed_s"] - val["elapsed_s"],
+        "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
+        "python": re.search(r"Running Python (\S+)", machine)[1],
+        "parameters": int(re.search(r"^model_params:(\d+)", text, re.M)[1])}
+
+
+def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
+    """Return the seeds of a record folder, each as summarize gives it, with the division's "table"
+    for its tokenizer, and "val_bpb_original", bits per byte of the original text (or None)."""
+    script = folder / "train_gpt.py"
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]  # lead to other files
+    findings.check(not links, f"{', '.join(links)} must be files, not links")
+    if links or not findings.check(script.is_file(), "train_gpt.py is missing"):
+        return []
+    source = script.read_text(encoding="utf-8")
+    logs = sorted(folder.glob("train_seed*.log"))
+    findings.check(logs, "there is no train_seedN.log")
+    seeds = [seed for path in logs if (seed := read_seed(path, source, findings))]
+    scored = load_track(folder).get("divisions", {}).get(division, {}).get("scored", {})
+    for seed in seeds:
+        digest = seed["settings"]["TOKENIZER_SHA256"]
+        tables = [table for table in scored.values() if table["tokenizer_sha256"] == digest]
+        seed["table"] = tables[0] if tables else {}
+        ratio = seed["table"].get("original_per_decoded_byte")
+        seed["val_bpb_original"] = seed["val_bpb"] / ratio if ratio else None
+    for seed in seeds[1:]:
+        ours, theirs = seeds[0]["settings"], seed["settings"]
+        names = sorted((ours.keys() | theirs.keys()) - MAY_DIFFER)
+        names = [name for name in names if ours.get(name) != theirs.get(name)]
+        names += [name for name in MUST_MATCH if seed[name] != seeds[0][name]]
+        findings.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed "
+                       f"{seeds[0]['seed']}")
+    return seeds
+
+
+# ---- The track ---------------------------------------------------------------------------------
+
+
+def load_track(folder: Path) -> dict:
+    """Return the rules of a folder's track. Raises ValueError if it is in none."""
+    path = folder.parent / "track.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not in a track: {path} is missing")
+    return load_json(path)
+
+
+def check_request(track: dict, division: str, count: int, settings: dict, findings: Findings):
+    """Apply the rules that hold before a run: division, number of seeds, settings and cap."""
+    least = track.get("min_seeds", 1)
+    findings.check(count >= least, f"the track asks for {least} seeds; there are {count}")
+    divisions = track.get("divisions", {})
+    findings.check(not divisions or division in divisions,
+                   f"division {division!r} must be one of {', '.join(divisions)}")
+    rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~", ".."))]
+    findings.check(not rooted, f"{', '.join(rooted)} must be relative to the repository")
+    for key, values in track.get("settings", {}).items():
+        findings.check(settings.get(key) in values,
+                       f"{key}={settings.get(key)!r} is not one of {values}")
+    if limit := track.get("max_train_seconds"):
+        cap = settings["MAX_WALLCLOCK_SECONDS"]
+        findings.check(0 < cap <= limit, f"MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and "
+                       f"at most {limit:g}")
+
+
+def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings):
+    """Apply every rule of track.json: limits, settings and the data of the division."""
+    request = Findings()
+    for seed in seeds:
+        reasons = Findings()
+        check_request(track, division, len(seeds), seed["settings"], request)
+        amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
+                   "max_export_seconds": seed["export_seconds"],
+                   "max_world_size": seed["world_size"],
+                   "max_threads": seed["threads"] * seed["world_size"]}
+        for rule, amount in amounts.items():
+            limit = track.get(rule, math.inf)
+            reasons.check(amount <= limit, f"{rule.removeprefix('max_')} is {amount:,.9g}, more "
+                          f"than {limit:,}")
+        seconds, limit = seed["train_seconds"], track.get("max_train_seconds", math.inf)
+        reasons.check(seconds <= limit + seconds / max(1, seed["steps"]) + HICCUP_S,
+                      f"{seconds:.1f} s of training pass the cap by more than the last step")
+        machine = track.get("machine", "")
+        reasons.check(machine in seed["machine"] and machine in (seed.get("gpu") or ""),
+                      f"nvidia-smi's output or the name of the GPU has no {machine}")
+        if track.get("divisions"):
+            check_data(seed, division, reasons)
+        findings += [f"seed {seed['seed']}: {reason}" for reason in reasons]
+    findings += dict.fromkeys(request)  # each reason once
+
+
+def check_data(seed: dict, division: str, findings: Findings):
+    """The run must have used the division's tokenizer, scored its validation split, and trained on
+    its training split if that is pinned."""
+    table = seed["table"]
+    if not findings.check(table, "the tokenizer is not one of the division's"):
+        return
+    length, found = seed["settings"]["TRAIN_SEQ_LEN"], (seed["val_tokens"], seed["val_bytes"])
+    fewest, most = ((count - 1) // length * length for count in table["val_tokens"])
+    least = table["val_bytes"][0] - LONGEST_TOKEN * (table["val_tokens"][1] - fewest)
+    fits = fewest <= found[0] <= most and least <= found[1] <= table["val_bytes"][1]
+    findings.check(fits, f"{found[0]} validation tokens of {found[1]} bytes are not those of the "
+                   f"division {division!r} for TRAIN_SEQ_LEN={length}")
+    for split in ("train", "val"):
+        pinned = table.get(f"{split}_shards_sha256")
+        logged = [digest for file, digest in (seed["data_sha256"] or {}).items()
+                  if fnmatchcase(file, f"*_{split}_[0-9]*.bin")]
+        findings.check(not pinned or logged == pinned,
+                       f"the {split} shards are not those of the division")
+
+
+# ---- submission.json ---------------------------------------------------------------------------
 
 
 def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict, list[dict]]:
-    """Return everything in submission.json that the logs decide, and the seeds. Findings say why there is nothing."""
+    """Return what the logs decide of submission.json, {} if findings forbid it, and the seeds."""
     track = load_track(folder)
-    division = authored["division"]
-    seeds = read_folder(folder, division, findings)
-    base = load_base(folder, authored["base"], division, findings)
+    seeds = read_folder(folder, authored["division"], findings)
+    base = load_base(folder, authored["base"], authored["division"], findings)
+    findings.check(base or not authored["in_turn"], "in_turn is true, but there is no base")
     if findings:
         return {}, seeds
     first = seeds[0]
-    machine = machine_of(first)
-    best = best_before(folder, authored, machine)
-    against = compare_with(track, seeds, best) if best else None
-    claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
-    claims |= {f"{key}_std": deviation([seed[key] for seed in seeds]) for key in ("val_loss", "val_bpb")}
     originals = [seed["val_bpb_original"] for seed in seeds]
+    claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {
-        "machine": machine,
+        "val_bpb_std": deviation([seed["val_bpb"] for seed in seeds]), "machine": machine_of(first),
         "val_bpb_original": None if None in originals else statistics.mean(originals),
-        "bytes_total": max(seed["bytes_total"] for seed in seeds), "bytes_code": first["code_bytes"],
-        "script_sha256": first["code_sha256"], "parameters": first["parameters"],
-        "seeds": [seed["seed"] for seed in seeds],
+        "bytes_total": max(seed["bytes_total"] for seed in seeds),
+        "bytes_code": first["code_bytes"], "script_sha256": first["code_sha256"],
+        "parameters": first["parameters"], "seeds": [seed["seed"] for seed in seeds],
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
-        "command": command_of(place_of(authored), first),
-        "settings": first["overrides"], "changes": changes(base, first),
-        "significance": compare_with(track, seeds, base) if base else None,
-        "incumbent": place_of(best) if best else "", "against_incumbent": against,
-        "is_best": not best or (against["p"] is not None and against["p"] < track.get("p", 0.01)),
+        "settings": first["overrides"], "against_base": None,
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+    if base:  # A p-value needs runs of one machine and sitting.
+        theirs = list(base["seed_results"].values())
+        difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
+        test = compare_scores(track, seeds, theirs) if authored["in_turn"] else None
+        claims["against_base"] = test or {"difference": difference, "p": None}
     return claims, seeds
 
 
-def compare_with(track: dict, seeds: list[dict], other: dict) -> dict:
-    """Return the test of the seeds against another record. With one seed on a side there is none: p is None."""
-    theirs = list(other["seed_results"].values())
-    difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
-    return compare_scores(track, seeds, theirs) or {"n": [len(seeds), len(theirs)], "p": None, "difference": difference}
+def load_base(folder: Path, base: str, division: str, findings: Findings) -> dict:
+    """Return the submission.json of the record that this one changes; {} for ""."""
+    if not base:
+        return {}
+    place = folder.parent.parent / base
+    is_other = place.parent == folder.parent and place != folder
+    is_other = is_other and (place / "submission.json").is_file()
+    if not findings.check(is_other, f"{base!r} is not another record of {folder.parent.name}"):
+        return {}
+    submission = load_json(place / "submission.json")
+    findings.check(submission["division"] == division,
+                   f"{base} is of the division {submission['division']!r}")
+    return submission
+
+
+def place_of(submission: dict) -> str:
+    """Return TRACK/DATE_NAME of a record."""
+    return f"{submission['track']}/{submission['date']}_{submission['name']}"
 
 
 def machine_of(seed: dict) -> str:
-    """Return the kind of machine, within which records compete: the GPU, or for CPUs the type of the model's products."""
-    return seed.get("gpu") or f"{seed['settings']['DEVICE'].upper()}, {seed['settings']['DTYPE']}"
-
-
-def command_of(place: str, seed: dict) -> str:
-    """Return the command that runs a record's own script again, from the root of the repository."""
-    ranks = seed["world_size"]
-    program = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
-    settings = [f"{name}={value}" for name, value in seed["overrides"].items()]
-    return shlex.join([*program, f"records/{place}/train_gpt.py", *settings])
-
-
-def changes(base: dict, seed: dict) -> dict[str, list]:
-    """Return the settings, and the script's digest, that differ from the base: name, old value, new value."""
-    if not base:
-        return {}
-    old = base["config"]
-    new = seed["settings"]
-    names = sorted((old.keys() | new.keys()) - MAY_DIFFER_BETWEEN_SEEDS)
-    result = {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
-    if base["script_sha256"] != seed["code_sha256"]:
-        result["train_gpt.py"] = [base["script_sha256"][:12], seed["code_sha256"][:12]]
-    return result
+    """Return the kind of machine: the GPU, or for CPUs the type of the model's products."""
+    settings = seed["settings"]
+    return seed.get("gpu") or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}"
 
 
 def rounded(claims: object) -> object:
-    """Return claims with 9 digits of each fraction: sums in another order, and other releases of SciPy, differ in the last."""
+    """Return claims with 9 digits of each fraction: other releases of SciPy differ in the last."""
     return json.loads(json.dumps(claims), parse_float=lambda text: float(f"{float(text):.9g}"))
 
 
-def compare_claims(submission: dict, computed: dict, findings: Findings) -> None:
-    """Everything in submission.json that its author did not write must be what the logs give."""
-    claimed, wanted = rounded(submission), rounded(computed)
-    for key in sorted((claimed.keys() | wanted.keys()) - set(AUTHORED)):
-        claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
-        findings.check(claim == number, f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
+# ---- Data and artifacts ------------------------------------------------------------------------
 
 
-# ---- README.md -----------------------------------------------------------------------------------------
+def data_command(track: dict, division: str, tokenizer: str) -> tuple[str, str]:
+    """Return the command that gets a division's data in a vocabulary, and that data's settings."""
+    of_division = track["divisions"][division]
+    values = {"tokenizer": tokenizer, "size": re.sub(r"\D", "", tokenizer)}
+    get, settings = (of_division[part].format(**values) for part in ("get", "set"))
+    return f"{interpreter()} {get}", settings
 
 
-def describe_test(test: dict) -> str:
-    """Return a difference and its test in words."""
-    ours, theirs = test["n"]
-    difference = f"{test['difference']:+.5f} bits per byte"
-    if test["p"] is None:
-        return f"{difference}. A test needs two seeds of each; there are {ours} and {theirs}."
-    return (f"{difference}; one-sided Welch t-test of {ours} against {theirs} seeds "
-            f"for a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+def read_data(settings: dict, track: dict, division: str, findings: Findings):
+    """Return the validation tokens on this disk and their bytes, for all settings of a run. They,
+    the shards and the tokenizer must be those of the division. Raises ValueError."""
+    from probe import read_text
+    of_division, folder = track.get("divisions", {}).get(division), Path(settings["DATA_PATH"])
+    shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
+    if of_division and not shards:
+        known = list(of_division["scored"])
+        tokenizer = next((name for name in known if folder.name.endswith(name)), known[0])
+        command, needed = data_command(track, division, tokenizer)
+        raise ValueError(f"there is no DATA_PATH={folder} with *_val_*.bin. Get the data with\n"
+                         f"    {command}\nand set {needed}")
+    tokens, size = read_text(settings, ROOT)
+    path = ROOT / settings["TOKENIZER_PATH"]
+    name = path.read_bytes() if path.is_file() else settings["TOKENIZER_PATH"].encode()
+    if of_division:
+        digest = sha256(name).hexdigest()
+        tables = of_division["scored"].values()
+        table = next((table for table in tables if table["tokenizer_sha256"] == digest), {})
+        digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
+        reasons = Findings()
+        check_data({"settings": settings, "data_sha256": digests, "val_tokens": len(tokens) - 1,
+                    "val_bytes": size, "table": table}, division, reasons)
+        findings += [f"DATA_PATH={folder}: {reason}" for reason in reasons]
+    return tokens, size
 
 
-def describe_rank(claims: dict) -> str:
-    """Return in words whether a record is the best of its division and kind of machine until then, and if not, why."""
-    incumbent, test = claims["incumbent"], claims["against_incumbent"]
-    if not incumbent:
-        return "the first of its division on this kind of machine"
-    if claims["is_best"]:
-        return "a new best"
-    if test["difference"] >= 0:
-        return f"not a new best: {test['difference']:.4f} bits per byte above {incumbent}"
-    why = "the test needs two seeds of each" if test["p"] is None else f"p = {test['p']:.2g} is too high"
-    return f"not a new best yet: {-test['difference']:.4f} bits per byte below {incumbent}, but {why}"
+def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) -> list[str]:
+    """Score the artifacts of these seeds again; return a line about each."""
+    from probe import check_artifact
+    settings, lines = seeds[0]["settings"], []
+    tokens, size = read_data(settings, load_track(folder), division, findings)
+    found, logged = (len(tokens) - 1, size), (seeds[0]["val_tokens"], seeds[0]["val_bytes"])
+    if not findings.check(found == logged, f"DATA_PATH={settings['DATA_PATH']} has {found} tokens "
+                          "and bytes to score, not those of the logs"):
+        return []
+    for seed in seeds:
+        number, bpb = seed["seed"], seed["val_bpb"]
+        artifact = folder / f"artifact_seed{number}.int8.ptz"
+        try:
+            scored, reason = check_artifact(folder / "train_gpt.py", artifact, seed["settings"],
+                                            (tokens, size), bpb, seed["threads"])
+        except ValueError as error:
+            findings.append(f"seed {number}: {error}")
+            continue
+        findings.check(not reason, f"seed {number}: {reason}")
+        lines.append(f"seed {number}: scored again {scored:.8f}, in the log {bpb:.8f}, "
+                     f"{scored - bpb:+.1e}")
+    return lines
 
 
-def count_seeds(seeds) -> str:
-    """Return the number of seeds in words."""
-    return f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}"
+# ---- A folder ----------------------------------------------------------------------------------
 
 
-def render(claims: dict) -> str:
-    """Return README.md up to its notes, from submission.json."""
-    results = {seed: claims["seed_results"][str(seed)] for seed in claims["seeds"]}
-    spread = deviation([score(result) for result in results.values()])
-    text = (f"Mean of {count_seeds(results)}, sample deviation {spread:.4f} bits per byte; "
-            f"{claims['val_loss']:.4f} ± {claims['val_loss_std']:.4f} nats per token. The score is that of "
-            f"the artifact as read back from its file. At most {claims['bytes_total']:,} bytes, "
-            f"{claims['bytes_code']:,} of them code; {claims['parameters']:,} parameters.")
-    original = claims["val_bpb_original"]
-    if original not in (None, claims["val_bpb"]):
-        text += (f" The tokenizer changes the text: {claims['val_bpb']:.4f} bits per byte of the text as "
-                 f"tokenized, which is the published convention, and {original:.4f} per byte of the original text.")
-    rows = [[seed, f"{r['val_bpb']:.5f}", f"{r['val_bpb_before_export']:.5f}", f"{r['val_loss']:.5f}",
-             f"{r['steps']:,}", f"{r['train_seconds']:.1f}", f"{r['eval_seconds']:.1f}",
-             f"{r['wall_seconds']:.1f}", f"{r['artifact_bytes']:,}", f"{r['bytes_total']:,}"]
-            for seed, r in results.items()]
-    lines = [f"# {claims['name'].replace('_', ' ')}: {score(claims):.4f} bits per byte", "", text, "", claims["blurb"], "",
-             *table("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | "
-                    "total, s | artifact, bytes | with code |", rows), "", "![curves of the seeds](curve.png)", "",
-             f"## The best before it on this kind of machine ({claims['machine']})", claims["incumbent"] or "None."]
-    if claims["against_incumbent"]:
-        lines += ["", describe_test(claims["against_incumbent"])]
-    lines += ["", f"This is {describe_rank(claims)}."]
-    lines += ["", f"## Changes from {claims['base'] or 'the defaults'}"]
-    if claims["significance"] and claims["base"] != claims["incumbent"]:
-        lines += [describe_test(claims["significance"]), ""]
-    if claims["base"]:
-        lines += table("| | base | this record |", [[name, *values] for name, values in claims["changes"].items()])
-        lines += ["", f"`train_gpt.py`: {'changed' if 'train_gpt.py' in claims['changes'] else 'unchanged'}."]
-    else:
-        lines += table("| | this record |", claims["settings"].items())
-    environment = claims["environment"]
-    lines += ["", "## Command", "Run it from the root of the repository. It trains the seed 1337 with this folder's script. "
-              "If its data is missing, `python records/verify.py --rerun` prints the command that gets it.", "",
-              f"    {claims['command']}", "",
-              f"{claims['hardware']}; ranks: {environment['world_size']}, threads of each: {environment['threads']}; "
-              f"Python {environment['python']}, PyTorch {environment['torch']}. "
-              f"Division: {claims['division'] or 'none'}."]
-    return "\n".join(lines) + "\n" + NOTES
-
-
-# ---- A folder -------------------------------------------------------------------------------------------
-
-
-def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findings) -> None:
-    """The folder must have its files and no others, among them the artifacts of less than `largest` bytes, as logged."""
+def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findings):
+    """The folder must have its files and no others, among them the artifacts of less than
+    `largest` bytes, as logged."""
     artifacts = {f"artifact_seed{seed['seed']}.int8.ptz": seed for seed in seeds}
     needed = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
-    needed |= {f"train_seed{seed['seed']}.{ending}" for seed in seeds for ending in ("log", "jsonl")}
+    needed |= {f"train_seed{seed['seed']}.{end}" for seed in seeds for end in ("log", "jsonl")}
     needed |= {name for name, seed in artifacts.items() if seed["artifact_bytes"] < largest}
     there = {path.name for path in folder.iterdir()} - {".DS_Store"}
     for name in sorted(needed - there):
-        source = ": copy final_model.int8.ptz of that seed's run to it" if name in artifacts else ""
+        source = ": copy final_model.int8.ptz of that seed's run to it" * (name in artifacts)
         findings.append(f"{name} is missing{source}")
-    findings += [f"{name} does not belong in a record" for name in sorted(there - needed - artifacts.keys())]
+    extra = sorted(there - needed - artifacts.keys())
+    findings += [f"{name} does not belong in a record" for name in extra]
     for name in sorted(there & artifacts.keys()):
         data = (folder / name).read_bytes()
         wanted = artifacts[name]["artifact_bytes"], artifacts[name]["artifact_sha256"]
-        findings.check((len(data), sha256(data).hexdigest()) == wanted, f"{name} is not the artifact of the log")
+        findings.check((len(data), sha256(data).hexdigest()) == wanted,
+                       f"{name} is not the artifact of the log")
 
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
-    """Return the findings and lines to print about one record folder. `again` scores its artifacts."""
-    findings = Findings()
-    track = load_track(folder)
-    findings.check(FOLDER_NAME.fullmatch(folder.name), f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
-    submission = {**dict.fromkeys(AUTHORED, ""), **load_json(folder / "submission.json")}
-    no_text = [key for key in AUTHORED if not isinstance(submission[key], str)]
-    findings.check(not no_text, f"submission.json: {', '.join(no_text)} must be text in quotes")
+    """Return the findings and lines to print about a folder. `again` scores its artifacts."""
+    findings, track = Findings(), load_track(folder)
+    findings.check(FOLDER_NAME.fullmatch(folder.name),
+                   f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
+    submission = {**AUTHORED, **load_json(folder / "submission.json")}
+    odd = [key for key, value in AUTHORED.items() if not isinstance(submission[key], type(value))]
+    findings.check(not odd, f"submission.json: {', '.join(odd)} must be text, in_turn true or false")
     place = f"{folder.parent.name}/{folder.name}"
-    findings.check(place_of(submission) == place, f"submission.json names {place_of(submission)}, not {place}")
+    findings.check(place_of(submission) == place,
+                   f"submission.json names {place_of(submission)}, not {place}")
     if findings:
         return findings, []
     computed, seeds = make_claims(folder, submission, findings)
     if not computed:
         return findings, []
-    compare_claims(submission, computed, findings)
+    claimed, wanted = rounded(submission), rounded(computed)
+    for key in sorted((claimed.keys() | wanted.keys()) - AUTHORED.keys()):
+        claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
+        findings.check(claim == number,
+                       f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
     check_rules(track, submission["division"], seeds, findings)
     has_artifacts = folder.name not in track.get("without_artifacts", [])
     largest = 0 if not has_artifacts else math.inf if again else SMALL_ARTIFACT
     check_files(folder, seeds, largest, findings)
-    if not findings:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-        findings.check(text.startswith(render(submission)), "README.md: the part above the notes does not follow "
-                       "from submission.json; records/make.py --again rewrites it")
-    spread = deviation([score(seed) for seed in seeds])
-    notes = [f"{score(computed):.5f} ± {spread:.5f} bits per byte, {count_seeds(seeds)}, at "
-             f"most {computed['bytes_total']:,} bytes"]
-    tests = {submission["base"]: computed["significance"], computed["incumbent"]: computed["against_incumbent"]}
-    notes += [f"against {other}: {describe_test(test)}" for other, test in tests.items() if test]
+    notes = [f"{describe_score(computed)}, at most {computed['bytes_total']:,} bytes"]
+    if submission["base"]:
+        notes.append(f"against {submission['base']}: {describe_test(computed['against_base'])}")
     if again and not has_artifacts:
         notes.append("not scored again: only the digests of its artifacts are kept")
     elif again and not findings:
@@ -242,28 +399,48 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     return findings, notes
 
 
+def describe_score(claims: dict) -> str:
+    """Return a record's mean score, and its deviation if there are several seeds, in words."""
+    scores = [score(result) for result in claims["seed_results"].values()]
+    if len(scores) == 1:
+        return f"{scores[0]:.4f} bits per byte, one seed"
+    mean, spread = statistics.mean(scores), deviation(scores)
+    return f"{mean:.4f} ± {spread:.4f} bits per byte, {len(scores)} seeds"
+
+
+def describe_test(test: dict) -> str:
+    """Return a difference from the base and its test in words."""
+    text = f"{test['difference']:+.5f} bits per byte"
+    if test["p"] is None:
+        return (f"{text}, which is not tested: that needs two seeds of each, trained in turn on "
+                "one machine.")
+    ours, theirs = test["n"]
+    return (f"{text}; trained in turn, one-sided Welch t-test of {ours} against {theirs} seeds for "
+            f"a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+
+
 def report(folder: Path, again: bool = False) -> bool:
     """Print what is found about a record; return whether it is accepted."""
-    place = ""
     try:
         findings, notes = verify_record(folder, again)
-        if not findings:
-            place = f"; {describe_rank(load_json(folder / 'submission.json'))}"
     except Exception as error:  # one folder must not hide the others
         findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
-    print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted' + place}")
+    print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
     for line in (*notes, *(f"REFUSED: {line}" for line in findings)):
         print("   ", line)
     return not findings
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders (default: all)")
-    parser.add_argument("--rerun", action="store_true", help="score the artifacts again; runs the folder's train_gpt.py")
+    parser.add_argument("--rerun", action="store_true",
+                        help="score the artifacts again; runs the folder's train_gpt.py")
     options = parser.parse_args()
     require_packages()
-    folders = options.folders or sorted(path for path in (ROOT / "records").glob("track_*/*") if path.is_dir())
+    tracks = (ROOT / "records").glob("track_*/*")
+    folders = options.folders or sorted(path for path in tracks if path.is_dir())
     accepted = [report(folder.resolve(), options.rerun) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 

@@ -198,9 +198,9 @@ def markdown_cell(value: object) -> str:
     return re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(str(value).splitlines()))
 
 
-def deviation(values: list[float]) -> float:
-    """Return the sample standard deviation; 0 for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def deviation(values: list[float]) -> float | None:
+    """Return the sample standard deviation; None for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def score(result: dict) -> float:

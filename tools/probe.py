@@ -1,26 +1,119 @@
-"""Ask a script's model whether it may be scored, and print the answer as JSON. rescore.py and ablate.py run this file.
+"""Find out whether a model may be scored, and score its artifact. ablate.py and records/verify.py run this file as a process:
 
-    python tools/probe.py SCRIPT score VARIABLE=value ...      an artifact and the tokens of tokens.npy, here: "nats", the sum of
-                                                               the losses after the first token, and "apart"
     python tools/probe.py SCRIPT plan < lists.json             what lists of settings would train, and why a model is invalid
+    python tools/probe.py SCRIPT score VARIABLE=value ...      an artifact and the tokens of tokens.npy, here: "nats", the sum of
+                                                               the losses after the first token, and why the model is invalid
 
-"apart" is the largest difference between the logits of whole rows of tokens and of their beginnings alone. It is large if a
-model sees later tokens or other rows.
+Text and bytes are read, and losses computed, by code of this file. For each position of a row, the tokens after it are replaced
+(on CPUs for 262,144 tokens in all, at positions drawn by the script's digest where rows are longer): no logit before may change.
+Also compared are each row alone and in its batch, training and evaluation mode, with gradients, without them and in inference
+mode, batches of validation and single rows, loss and cross entropy, and the script's validation and its logits.
+
+Not found: training on the validation text, several updates in a step, false times in all of a log, a script that recognises
+this file, and scores that are false by less than 0.001 bits per byte.
 """
 
 import argparse
+import copy
 import json
 import math
 import os
+import secrets
+import shutil
+import subprocess
 import sys
+import tempfile
 import traceback
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-BATCH_TOKENS = 8192
-APART = 1e-3  # float32 logits of a row and of its beginning; 1.4e-5 was measured
+ROOT = Path(__file__).resolve().parent.parent
+APART = 1e-4  # logits and nats in float32: a thousand roundings of a logit near 1; 1.4e-5 was measured between kernels
+SCORED_AGAIN = 1e-3  # bits per byte: compiled bfloat16 and eager float32 differ by 3.5e-4, float32 on two CPUs by 8e-6
+SHORT = 512  # tokens of a row of which all positions can be tried
+MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad, "in inference mode": torch.inference_mode}
+SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", sys.prefix, sys.base_prefix)  # files that libraries may open at any time
+
+
+# ---- For other programs --------------------------------------------------------------------------------
+
+
+def read_text(config: dict, folder: Path = ROOT) -> tuple[np.ndarray, int]:
+    """Return the validation tokens of a log's "config", uint16 (N + 1,), and the bytes of the last N, by none of the trainer's
+    code. DATA_PATH and TOKENIZER_PATH are relative to `folder`. Raises ValueError and OSError."""
+    sys.path.append(str(ROOT / "data"))
+    from tokenization import SPACE, load_tokenizer
+    paths = sorted((folder / config["DATA_PATH"]).glob("*_val_[0-9]*.bin"))
+    if not paths:
+        raise ValueError(f"there is no DATA_PATH={config['DATA_PATH']} with *_val_*.bin")
+    tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
+    length = config["TRAIN_SEQ_LEN"]
+    rows = (len(tokens) - 1) // length
+    rows = min(rows, math.ceil(config["VAL_TOKENS"] / length) or rows)
+    tokens = tokens[:rows * length + 1]
+    path = folder / config["TOKENIZER_PATH"]
+    tokenizer = load_tokenizer(str(path) if path.is_file() else config["TOKENIZER_PATH"])
+    count = int(tokenizer.sizes[tokens[1:]].sum())
+    model = getattr(tokenizer, "model", None)
+    if model and model.encode("a", out_type=str)[0].startswith(SPACE):  # the space that SentencePiece put before a document
+        begins = np.array([model.is_control(i) for i in range(tokenizer.vocab_size)])
+        spaced = np.array([text.startswith(b" ") for text in tokenizer.token_bytes])
+        count -= int((begins[tokens[:-1]] & spaced[tokens[1:]]).sum())
+    return tokens, count
+
+
+def check_artifact(script: Path, artifact: Path, config: dict, text: tuple[np.ndarray, int], bpb: float,
+                   threads: int = 0) -> tuple[float, str]:
+    """Score an artifact by its script's logits, in a new process and an empty folder.
+
+    `config` is a log's "config", with all settings as they were used, `text` what read_text returns of it, and `bpb` the score in
+    the log. Returns the bits per byte, and why the score must not count, or "". Raises ValueError if the model gives no logits."""
+    tokens, size = text
+    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "DEVICE": "cpu" if config["DEVICE"] == "cpu" else "auto"}
+    words = [f"{name}={value}" for name, value in {**config, **own}.items() if value != ""]
+    answer_to = secrets.token_hex()  # A script that prints an answer of its own does not know it.
+    environment = {**os.environ, "PROBE": answer_to} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copy(script, Path(place, "train_gpt.py"))
+        shutil.copy(artifact, Path(place, "artifact.ptz"))
+        np.save(Path(place, "tokens.npy"), tokens)
+        command = [sys.executable, __file__, "train_gpt.py", "score", *words]
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, errors="replace",
+                                check=False)
+    if result.returncode:
+        raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
+    found = json.loads((result.stdout.splitlines() or ["{}"])[-1])
+    if found.get("to") != answer_to:
+        raise ValueError("the script answers instead of probe.py")
+    scored = found["nats"] / math.log(2) / size
+    if not found["reason"] and not abs(scored - bpb) <= SCORED_AGAIN:
+        return scored, f"its log says {bpb:.8f}, but by its logits, the artifact scores {scored:.8f}"
+    return scored, found["reason"]
+
+
+def check_clock(events: list[dict], process_s: float = math.inf) -> str:
+    """Return why the training time in a log's events is wrong, or "": more time has passed between its lines, or, if the time is
+    known that the whole process took, in that."""
+    steps = [event for event in events if event["event"] in ("train", "val") and event["step"] > 0]
+    scores = [event["eval_time_ms"] / 1000 for event in steps[1:] if event["event"] == "val"]
+    passed = steps[-1]["elapsed_s"] - steps[0]["elapsed_s"] - sum(scores)
+    counted = (steps[-1]["train_time_ms"] - steps[0]["train_time_ms"]) / 1000
+    logged = events[-1]["elapsed_s"]
+    if passed > 1.05 * counted + 5:
+        return f"its clock counts {counted:.1f} s of training in {passed:.1f} s"
+    if process_s < math.inf and process_s > 1.05 * logged + 30:  # imports are not in the log
+        return f"its log covers {logged:.1f} s of the {process_s:.1f} s that the process took"
+    return ""
+
+
+# ---- One model -----------------------------------------------------------------------------------------
 
 
 def load_script(path: str):
@@ -31,76 +124,161 @@ def load_script(path: str):
     return module
 
 
-def logits_of(model, rows: np.ndarray) -> torch.Tensor:
-    """Return the logits (B, T, V), float32, of rows of tokens (B, T)."""
-    device = next(model.parameters()).device
-    return model.logits(model.hidden(torch.from_numpy(rows.astype(np.int64)).to(device))).float().cpu()
+@contextmanager
+def files_noted():
+    """Yield a list, to which the files are added that Python opens meanwhile, but for those of the system and of libraries."""
+    names, is_active = [], True
+
+    def note(event: str, arguments: tuple) -> None:
+        if is_active and event == "open" and isinstance(arguments[0], str):
+            name = os.path.abspath(arguments[0])
+            if os.path.isfile(name) and not name.startswith(SYSTEM):
+                names.append(name)
+
+    sys.addaudithook(note)  # for good: Python cannot remove it
+    try:
+        yield names
+    finally:
+        is_active = False
 
 
-def apart(model, rows: np.ndarray, logits: torch.Tensor, row: int, cut: int) -> float:
-    """Return the largest difference between the logits of rows (B, T) and of the first `cut` tokens of one of them alone."""
-    beginning = logits_of(model, rows[row:row + 1, :cut])
-    return (beginning - logits[row:row + 1, :cut]).abs().max().item()  # a NaN stays
+def logits_of(model, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits (B, T, V), float32, of rows of tokens (B, T), int64."""
+    return model.logits(model.hidden(rows)).detach().float()
 
 
-@torch.inference_mode()
-def score(train_gpt, settings: list[str]) -> dict:
-    """Return "nats" and "apart" of the artifact INIT_FROM on tokens.npy."""
-    config, _ = train_gpt.load_config(settings, {})
-    model = train_gpt.GPT(config)
-    train_gpt.load_weights(model, config.init_from)
-    model.compute_dtype = torch.float32
-    uses_gpu = config.device != "cpu" and torch.cuda.is_available()
-    model.float().eval().to("cuda" if uses_gpu else "cpu")
-    tokens = np.load("tokens.npy")
-    length = config.train_seq_len
-    inputs, targets = tokens[:-1].reshape(-1, length), tokens[1:].reshape(-1, length)
-    batch = math.ceil(BATCH_TOKENS / length)
-    random = np.random.default_rng(0)
-    nats, differences = 0.0, []
-    for number, first in enumerate(range(0, len(inputs), batch)):
-        rows = inputs[first:first + batch]
-        logits = logits_of(model, rows)
-        wanted = torch.from_numpy(targets[first:first + batch].astype(np.int64))
-        nats += torch.nn.functional.cross_entropy(logits.mT, wanted, reduction="sum").item()
-        for _ in range(4 if number % 8 == 0 else 0):
-            row, cut = random.integers(len(rows)), random.integers(1, length + 1)
-            differences.append(apart(model, rows, logits, row, cut))
-    return {"nats": nats, "apart": float(np.max(differences))}
+def is_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors of logits differ by more than float32's roundings, or are not finite."""
+    return not (one - two).abs().max().item() <= APART
 
 
-@torch.inference_mode()
-def find_fault(train_gpt, config, source: str) -> str:
-    """Return why the model of a resolved Config, for the CPU in float32, must not be scored, or "". It is tried with random
-    weights and tokens, in the mode (training or not) in which the script scores it."""
-    torch.manual_seed(0)
-    model = train_gpt.GPT(config).float()
-    model.compute_dtype = torch.float32
-    model.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
-    model.train(".eval()" not in source)
-    for weight in model.parameters():  # matrices that start at zero would hide what they multiply
-        weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5  # a scalar has no width
-    length = config.train_seq_len
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(max(2, 1024 // length), length + 1))
-    rows = tokens[:, :-1]
-    logits = logits_of(model, rows)
-    if not torch.equal(logits, logits_of(model, rows)):
-        return "its logits differ from call to call"
-    last = len(rows) - 1
-    if not max(apart(model, rows, logits, row, length) for row in (0, last)) <= APART:
-        return "its logits depend on other rows"
-    one = rows[last:]
-    if not max(apart(model, one, logits[last:], 0, cut) for cut in {1, length // 3 + 1, max(1, length - 1)}) <= APART:
-        return "its logits depend on later tokens"
-    targets = torch.from_numpy(tokens[:, 1:])
-    loss = model(torch.from_numpy(rows), targets).item()
-    entropy = torch.nn.functional.cross_entropy(logits.mT, targets).item()
-    if not abs(loss - entropy) <= APART:
-        return f"its loss in validation, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
+def rows_of(tokens: np.ndarray, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and targets (B, T), int64, of B * T + 1 tokens."""
+    tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    return tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
+
+
+def rows_at_once(config) -> int:
+    """Return the rows of a batch of validation."""
+    tokens = config.val_batch_size // max(1, config.grad_accum_steps)
+    return max(1, min(tokens, config.micro_batch_tokens or tokens) // config.train_seq_len)
+
+
+def find_leak(model, rows: torch.Tensor, cuts: np.ndarray, random) -> str:
+    """Return where logits of rows (B, T) change with the tokens from a cut on, or "". Each cut, of 1 to T - 1, is tried in one of
+    the rows. With equal shapes, nothing but a leak can change a bit: masked scores have a weight of exactly 0."""
+    others = rows.flatten().roll(int(random.integers(1, rows.numel()))).view_as(rows)
+    others = torch.where(others == rows, (others + 1) % int(rows.max() + 2), others)
+    places = torch.arange(rows.size(1), device=rows.device)
+    first = logits_of(model, rows)
+    for begin in range(0, len(cuts), len(rows)):
+        part = np.resize(cuts[begin:begin + len(rows)], len(rows))  # repeats some in the last batch
+        is_before = places < torch.from_numpy(part).to(rows.device)[:, None]
+        changed = logits_of(model, torch.where(is_before, rows, others))
+        differs = ((changed != first).any(-1) & is_before).nonzero()
+        if len(differs):
+            return f"its logits depend on later tokens (position {differs[0, 1].item()} of a row)"
     return ""
 
 
-def plan(train_gpt, settings: list[str], source: str) -> dict:
+def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) -> str:
+    """Return why a model must not be scored, or "", by rows and targets (B, T) of validation. `model` is in float32, `own` the same
+    in the type of the run."""
+    length = rows.size(1)
+    most = 2 ** (22 if rows.is_cuda else 18) // length
+    cuts = 1 + random.permutation(length - 1)
+    with torch.inference_mode():
+        first = logits_of(model, rows)
+        if not torch.equal(first, logits_of(model, rows)):
+            return "its logits differ from call to call"
+        if any(is_apart(first[i:i + 1], logits_of(model, rows[i:i + 1])) for i in range(len(rows))):
+            return "its logits depend on other rows"
+        leak = find_leak(own, rows, cuts[:most], random)
+        if not leak and len(cuts) > most:
+            leak = find_leak(own, rows[:, :SHORT].contiguous(), np.arange(1, SHORT), random)
+        if leak:
+            return leak
+    for training in (False, True):
+        model.train(training)
+        for name, mode in MODES.items():
+            for part in (slice(None), slice(1)):
+                with mode():
+                    logits = logits_of(model, rows[part])
+                    loss = model(rows[part], targets[part]).item()
+                if is_apart(logits, first[part]):
+                    return f"its logits differ {name}, in {'training' if training else 'evaluation'} mode"
+                entropy = F.cross_entropy(logits.flatten(0, 1), targets[part].flatten()).item()
+                if not abs(loss - entropy) <= APART:
+                    return f"its loss, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
+    return ""
+
+
+def in_float32(model):
+    """Return a copy of a model that computes in float32."""
+    exact = copy.deepcopy(model).float()
+    exact.compute_dtype = torch.float32
+    return exact
+
+
+def seeded(script) -> np.random.Generator:
+    """Return a generator that every edit of the script makes another one."""
+    return np.random.default_rng([*sha256(Path(script.__file__).read_bytes()).digest()])
+
+
+def score(train_gpt, settings: list[str]) -> dict:
+    """Return "nats" of the artifact INIT_FROM on tokens.npy, and the "reason" for which its model is invalid, or "". In every row,
+    one more cut is tried."""
+    config, _ = train_gpt.load_config(settings, {})
+    own = train_gpt.GPT(config)
+    train_gpt.load_weights(own, config.init_from)
+    own.to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu").loops = getattr(config, "num_loops", 0)
+    model, random, nats, reasons = in_float32(own), seeded(train_gpt), 0.0, []
+    length, batch = config.train_seq_len, rows_at_once(config)
+    inputs, targets = rows_of(np.load("tokens.npy"), length, next(own.parameters()).device)
+    with files_noted() as files:
+        reasons.append(find_fault(model, own, inputs[:batch], targets[:batch], random))
+        model.eval()
+        for rows, wanted in zip(inputs.split(batch), targets.split(batch)):
+            with torch.inference_mode():
+                nats += F.cross_entropy(logits_of(model, rows).flatten(0, 1), wanted.flatten(), reduction="sum").item()
+                reasons.append(find_leak(own, rows, random.integers(1, length, len(rows)), random))
+    reasons += [f"it reads {file} while it is scored" for file in files]
+    return {"nats": nats, "reason": next(filter(None, reasons), "")}
+
+
+# ---- Before training -----------------------------------------------------------------------------------
+
+
+def find_fault_before(train_gpt, config, ranks, tokens: np.ndarray, size: int) -> str:
+    """Return why the model of a resolved Config must not be scored, or "". It is tried with random weights on two and a half
+    batches of the validation tokens, and so is the script's Validation. `size` is the number of bytes of that text."""
+    torch.manual_seed(0)
+    own = train_gpt.GPT(config).to(ranks.device)
+    own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
+    with torch.no_grad():
+        for weight in own.parameters():  # matrices that start at zero would hide what they multiply
+            weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5  # a scalar has no width
+    model, random, batch = in_float32(own), seeded(train_gpt), rows_at_once(config)
+    inputs, targets = rows_of(tokens, config.train_seq_len, ranks.device)
+    with files_noted() as files:
+        reason = find_fault(model, own, inputs[:batch], targets[:batch], random)
+        model.eval()
+        with torch.inference_mode():
+            parts = zip(inputs.split(batch), targets.split(batch))
+            nats = [F.cross_entropy(logits_of(model, rows).flatten(0, 1), wanted.flatten(), reduction="sum").item()
+                    for rows, wanted in parts]
+    if files:
+        return f"it reads {files[0]} while it is scored"
+    other = replace(config, val_tokens=targets.numel(), seed=int(random.integers(2**31)), dtype="float32")
+    found = train_gpt.Validation(other, ranks).score(model.train())
+    wanted = sum(nats) / targets.numel(), sum(nats) / math.log(2) / size
+    if not reason and not max(abs(found["val_loss"] - wanted[0]), abs(found["val_bpb"] - wanted[1])) <= APART:
+        return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits per byte; by its logits, they "
+                f"are {wanted[0]:.4f} and {wanted[1]:.4f}")
+    return reason
+
+
+def plan(train_gpt, settings: list[str]) -> dict:
     """Return what the log of a run with these settings would say first, with a verdict, "invalid", "failed" or "", and its
     reason; or "error", if it would not start."""
     try:
@@ -108,12 +286,17 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
         ranks = train_gpt.start_ranks(config)
         config = train_gpt.resolve(config, ranks)
         validation = train_gpt.Validation(config, ranks)
+        values = {name: getattr(config, name.lower()) for name in train_gpt.FIELDS}
+        tokens, size = read_text(values, Path())
+        part = int(2.5 * rows_at_once(config)) * config.train_seq_len
+        some = read_text({**values, "VAL_TOKENS": min(part, len(tokens) - 1)}, Path())
         gpu = torch.cuda.get_device_name() if config.device == "cuda" else ""
-        values = {name: getattr(config, field.name) for name, field in train_gpt.FIELDS.items()}
+        counts = len(validation.tokens) - 1, validation.bytes
         try:
-            on_cpu, _ = train_gpt.load_config([*settings, "DEVICE=cpu", "DTYPE=float32", "ATTN=auto"], dict(os.environ))
-            on_cpu = train_gpt.resolve(on_cpu, train_gpt.Ranks(0, 1, torch.device("cpu")))
-            reason = find_fault(train_gpt, on_cpu, source)
+            reason = find_fault_before(train_gpt, config, ranks, *some)
+            if counts != (len(tokens) - 1, size):
+                reason = f"it counts {counts[0]:,} tokens of {counts[1]:,} bytes of validation text, which has {len(tokens) - 1:,} " \
+                         f"of {size:,}"
             verdict = "invalid" if reason else ""
         except Exception as error:  # a script that is being written fails in many ways
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == train_gpt.__file__]
@@ -121,9 +304,9 @@ def plan(train_gpt, settings: list[str], source: str) -> dict:
             verdict, reason = "failed", f"its model cannot be run: {where}{error!r}"
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": len(validation.tokens) - 1,
-            "val_bytes": validation.bytes, "torch": torch.__version__, "world_size": 1,
-            "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict, "reason": reason}
+    return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": counts[0], "val_bytes": counts[1],
+            "torch": torch.__version__, "world_size": 1, "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict,
+            "reason": reason}
 
 
 def main() -> None:
@@ -132,13 +315,12 @@ def main() -> None:
     parser.add_argument("command", choices=("score", "plan"))
     parser.add_argument("settings", nargs="*", metavar="VARIABLE=value")
     options = parser.parse_args()
+    answer_to = os.environ.pop("PROBE", "")
     train_gpt = load_script(options.script)
     if options.command == "score":
-        print(json.dumps(score(train_gpt, options.settings)))
+        print(json.dumps({**score(train_gpt, options.settings), "to": answer_to}))
         return
-    with open(options.script, encoding="utf-8") as file:
-        source = file.read()
-    print(json.dumps([plan(train_gpt, words, source) for words in json.load(sys.stdin)]))
+    print(json.dumps([plan(train_gpt, words) for words in json.load(sys.stdin)]))
 
 
 if __name__ == "__main__":
