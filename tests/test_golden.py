@@ -1,17 +1,64 @@
-"""The reference run: the same losses, counts and artifact from the same weights and text.
+"""The published script's run: the same losses, counts and artifact from the same weights and text.
 
-Its data are not part of this repository; GOLDEN_PATH names their folder."""
+tests/golden has a tiny one. The data of a longer one are not part of this repository; GOLDEN_PATH names their folder."""
 
 import json
+import re
 
 import pytest
 import torch
 import train_gpt
-from conftest import GOLDEN, MODEL, events, run_trainer
+from conftest import GOLDEN, MODEL, REPOSITORY, events, run_here, run_trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    not (GOLDEN / "A" / "expected.json").exists() or not MODEL.exists(),
-    reason=f"the reference run's data are not in {GOLDEN} (GOLDEN_PATH)")]
+HERE = REPOSITORY / "tests" / "golden"
+HAS_LONG = (GOLDEN / "A" / "expected.json").exists() and MODEL.exists()
+ROUNDED = 1e-3  # nats: Muon's bfloat16 rounds sums in another order differently, which adds up over the steps
+
+
+def long_run(test):
+    """A slow test of the longer run."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_LONG, reason=f"no data in {GOLDEN} (GOLDEN_PATH)")(test))
+
+
+def train(monkeypatch, folder, *more):
+    """Train or score with the settings of tests/golden; return the events."""
+    words = [f"@{HERE}/settings.env", f"DATA_PATH={HERE}/fineweb", "DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "RUN_ID=golden",
+             "OUT_DIR=.", *more]
+    run_here(monkeypatch, folder, *words)
+    return events(folder, "golden")
+
+
+def test_losses_and_artifact_are_those_of_the_published_script(monkeypatch, tmp_path):
+    seen = train(monkeypatch, tmp_path, f"INIT_FROM={HERE}/initial_weights.ptz")
+    log = (HERE / "published.log").read_text()
+    for kind in ("train", "val"):
+        wanted = {int(step): float(loss) for step, loss in re.findall(rf"step:(\d+)/24 {kind}_loss:(\S+)", log)}
+        found = {event["step"]: event[f"{kind}_loss"] for event in seen if event["event"] == kind}
+        assert len(wanted) >= 3 and found == pytest.approx(wanted, abs=ROUNDED)
+        first = [step for step in wanted if step <= 5]  # the log has four digits
+        assert [found[step] for step in first] == pytest.approx([wanted[step] for step in first], abs=1.5e-4)
+    loss, bpb = map(float, re.search(r"exact val_loss:(\S+) val_bpb:(\S+)", log).groups())
+    final = seen[-1]
+    assert (final["val_loss"], final["val_bpb"]) == pytest.approx((loss, bpb), abs=ROUNDED)
+    artifact, payload = map(int, re.search(r"int8\+zlib: (\d+) bytes \(payload:(\d+)", log).groups())
+    assert seen[-2]["payload_bytes"] == payload
+    # Ours also describes itself, in at most 1,500 bytes.
+    assert artifact - 200 < seen[-2]["artifact_bytes"] < artifact + 1500
+    assert f"model_params:{re.search('model_params:(.*)', log)[1]}\n" in (tmp_path / "logs" / "golden.txt").read_text()
+
+
+def test_the_published_artifact_scores_the_same_here(monkeypatch, tmp_path):
+    seen = train(monkeypatch, tmp_path, "ITERATIONS=0", f"INIT_FROM={HERE}/published.int8.ptz")
+    assert seen[-1]["val_loss"] == pytest.approx(4.33531509, abs=2e-6)
+    assert seen[-1]["val_bpb"] == pytest.approx(3.15350866, abs=2e-6)
+
+
+def test_the_seed_alone_makes_the_published_weights():
+    words = [f"@{HERE}/settings.env", f"DATA_PATH={HERE}/fineweb", "DTYPE=float32"]
+    config, _ = train_gpt.load_config(words, {})
+    torch.manual_seed(config.seed)
+    state, wanted = train_gpt.GPT(config).state_dict(), train_gpt.read_saved(HERE / "initial_weights.ptz")
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
 def golden_run(folder, *more):
@@ -23,6 +70,7 @@ def golden_run(folder, *more):
     return events(folder, "golden")
 
 
+@long_run
 def test_losses_and_artifact_of_the_reference_run(tmp_path):
     expected = json.loads((GOLDEN / "A" / "expected.json").read_text())
     seen = golden_run(tmp_path, f"INIT_FROM={GOLDEN / 'A' / 'init.pt'}")
@@ -40,11 +88,13 @@ def test_losses_and_artifact_of_the_reference_run(tmp_path):
     assert sum(t.numel() for t in state.values()) == expected["model_params"]
 
 
+@long_run
 def test_the_reference_runs_artifact_scores_the_same_here(tmp_path):
     seen = golden_run(tmp_path, "ITERATIONS=0", f"INIT_FROM={GOLDEN / 'A' / 'final_model.int8.ptz'}")
     assert seen[1]["event"] == "final" and seen[1]["val_loss"] == pytest.approx(4.90365, abs=2e-4)
 
 
+@long_run
 def test_the_seed_alone_makes_the_initial_weights():
     config = train_gpt.Config(num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, dtype="float32")
     torch.manual_seed(1337)
