@@ -13,7 +13,6 @@ from pathlib import Path
 import ablate
 import effects
 import numpy as np
-import probe
 import pytest
 import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
@@ -183,45 +182,6 @@ def test_lengths_are_compared(tmp_path):
     assert ablate.at_equal_time(first, runs, -0.05, [0.99, 1.01]) is None
 
 
-# ---- Models that must not be scored --------------------------------------------------------------------------------------
-
-MASK = "<= places_i[:, None]"
-INPUT = "x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))"
-FORWARD = "return self.loss(self.hidden(tokens), targets)"
-SCRIPTS = {  # text in the script, what stands there instead, the fault
-    "unchanged": ("", "", ""),
-    "a mask off by one": (MASK, "<= places_i[:, None] + 1", "later tokens"),
-    "statistics over the row": (INPUT, f"{INPUT}; x0 = x0 - x0.mean(1, keepdim=True)", "later tokens"),
-    "the rows of the batch": (INPUT, f"{INPUT}; x0 = x0 + 0.1 * x0.mean(0, keepdim=True)", "other rows"),
-    "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
-    "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens) + 0.1 * self.tok_emb(targets), targets)",
-                              "not the cross entropy"),
-    "a scalar": ("self.half = config.num_layers // 2", "self.half = config.num_layers // 2\n        self.scalar = nn.Parameter(torch.tensor(1.0))", ""),
-    "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
-    "no logits": ("def logits(self", "def scores(self", "cannot be run: AttributeError"),
-    "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
-    "a cache": ("return torch.cat((first * cos", "rotate.cache = cos\n    return torch.cat((first * cos", ""),
-    "sorted rows": (FORWARD, "order = tokens[:, 0].argsort()\n        "
-                    "return self.loss(self.hidden(tokens[order]), targets[order])", ""),
-}
-
-
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_leaks_are_found_before_the_first_run(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "train_gpt", None)  # put back at the end
-    old, new, fault = SCRIPTS[kind]
-    assert not old or SOURCE.count(old) == 1
-    script = tmp_path / "train_gpt.py"
-    script.write_text(SOURCE.replace(old, new) if old else SOURCE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    make_shards(tmp_path)
-    settings = [*tiny_arguments("tiny"), "COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1"]  # with tiled attention
-    plan = probe.plan(probe.load_script(str(script)), settings, script.read_text(encoding="utf-8"))
-    assert plan["config"]["ATTN"] == "tiled"
-    verdict = "failed" if "cannot be run" in fault else "invalid" if fault else ""
-    assert plan["verdict"] == verdict and fault in plan["reason"] and bool(fault) == bool(plan["reason"])
-
-
 # ---- Commands ------------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +243,9 @@ def test_no_run_is_trained_twice(tmp_path, monkeypatch):
     assert len(starts) == 1 and len(runners[2].runs) == 1 and not arm.verdict
 
 
+FORWARD = "return self.loss(self.hidden(tokens), targets)"
+
+
 @pytest.fixture
 def laboratory(tmp_path):
     """A checkout with tiny settings and data: a function that starts ablate.py, and the data's folder."""
@@ -293,8 +256,10 @@ def laboratory(tmp_path):
     data = make_shards(tmp_path)
     (tmp_path / "base.env").write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))
     score = '"val_loss": total / self.num_targets, "val_bpb": total'
+    runs = "Path(config.out_dir).is_dir()"
     for name, old, new in (("leak", FORWARD, FORWARD + " * 0.9"), ("broken", "def train_step(self", "def step(self"),
-                           ("late", score, f"{score} / 2"), ("worse", score, f"{score} * 2"),  # no probe sees it before training
+                           ("late", score, f"{score} / (2 if {runs} else 1)"),  # no probe sees it before training
+                           ("worse", score, f"{score} * (2 if {runs} else 1)"),
                            ("bytes", "self.bytes = int(", "self.bytes = 2 * int("),
                            ("honest", "4.7750", "4.775")):
         assert SOURCE.count(old) == 1

@@ -39,20 +39,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 from common import ROOT, can_lock, count_cores, gpu_names, pairs_of, read_settings, require_packages, table
 from effects import (
     Effect, Ledger, Run, compare_all, content_of, differences_of, differing, digest_code, judge, limits_of, pairs_needed,
     pairs_of_seeds, note_check, read_run, read_runs,
 )
-from events import check_logs, limited, prepare_output
+from events import check_logs, limited, prepare_output, read_events
 from plot import own_style, plain_label
 
 LOGS = ROOT / "logs"
 MOST_SEEDS = 64  # for which the bounds can be simulated in seconds
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
-SCORED_AGAIN = 1e-3  # bits per byte; compiled and eager models round differently
-FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RUN_ID", "OUT_DIR", "RESUME"}
+FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "VAL_TOKENS", "RUN_ID", "OUT_DIR", "RESUME"}
 
 
 @dataclass
@@ -295,23 +293,9 @@ def check_score(arm: Arm) -> None:
 
 def find_wrong_score(arm: Arm, run: Run) -> str:
     """Return why the score in a run's log is not that of its artifact, or "". Raises ValueError if it cannot be scored."""
-    from probe import APART
-    validation = validation_of(arm.plan)
-    words = [f"{name}={value}" for name, value in arm.settings.items() if name != "ATTN"]
-    words += [f"INIT_FROM={model_of(run)}", f"DTYPE={arm.plan['config']['DTYPE']}"]
-    command = [sys.executable, str(ROOT / "tools" / "probe.py"), str(arm.script), "score", *words]
-    with tempfile.TemporaryDirectory() as place:
-        np.save(Path(place, "tokens.npy"), validation.tokens)
-        result = subprocess.run(command, cwd=place, capture_output=True, text=True, errors="replace", check=False)
-    if result.returncode:
-        raise ValueError(f"its artifact cannot be scored again: {last_line(result)}")
-    found = json.loads(result.stdout.splitlines()[-1])
-    if not found["apart"] <= APART:
-        return "its trained logits depend on later tokens or other rows"
-    bpb = found["nats"] / math.log(2) / validation.bytes
-    if not abs(bpb - run.bpb) <= SCORED_AGAIN:
-        return f"its log says {run.bpb:.4f}, but by its logits, the artifact scores {bpb:.4f}"
-    return ""
+    from probe import check_artifact, read_text
+    config = read_events(run.log)[0]["config"]
+    return check_artifact(arm.script, model_of(run), config, read_text(config), run.bpb)[1]
 
 
 def effect_of(pairs: list[tuple[Run, Run]], ledger: Ledger, most: int) -> tuple[Effect, Counter]:

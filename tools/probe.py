@@ -1,16 +1,18 @@
-"""Find out whether a model may be scored, and score its artifact. ablate.py and records/verify.py run this file as a process:
+"""Find out whether a model may be scored, and score its artifact. Other tools run this file:
 
-    python tools/probe.py SCRIPT plan < lists.json             what lists of settings would train, and why a model is invalid
-    python tools/probe.py SCRIPT score VARIABLE=value ...      an artifact and the tokens of tokens.npy, here: "nats", the sum of
-                                                               the losses after the first token, and why the model is invalid
+    python tools/probe.py SCRIPT plan < lists.json           what lists of settings would train, and
+                                                             why a model is invalid
+    python tools/probe.py SCRIPT score VARIABLE=value ...    an artifact on the text of tokens.npy:
+                                                             its loss, and why it is invalid
 
-Text and bytes are read, and losses computed, by code of this file. For each position of a row, the tokens after it are replaced
-(on CPUs for 262,144 tokens in all, at positions drawn by the script's digest where rows are longer): no logit before may change.
-Also compared are each row alone and in its batch, training and evaluation mode, with gradients, without them and in inference
-mode, batches of validation and single rows, loss and cross entropy, and the script's validation and its logits.
+Text and bytes are read, and losses computed, by code of this file. For each position of a row, the
+tokens after it are replaced: no logit before may change. (On CPUs this takes at most 262,144 tokens;
+in longer rows, the script's digest draws the positions, and all are tried in their first 512.) Equal
+must be: a row alone and in its batch; training and evaluation mode; with gradients, without, and in
+inference mode; loss and cross entropy; the score by the script's validation and by its logits.
 
-Not found: training on the validation text, several updates in a step, false times in all of a log, a script that recognises
-this file, and scores that are false by less than 0.001 bits per byte.
+Not found: training on the validation text, several updates in a step, times that are false in all of
+a log, a script that recognises this file, and scores that are false by less than 0.001 bits per byte.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -35,19 +37,23 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
-APART = 1e-4  # logits and nats in float32: a thousand roundings of a logit near 1; 1.4e-5 was measured between kernels
-SCORED_AGAIN = 1e-3  # bits per byte: compiled bfloat16 and eager float32 differ by 3.5e-4, float32 on two CPUs by 8e-6
+APART = 1e-4  # of logits and nats in float32; shapes and kernels moved logits by 1.4e-5
+SCORED_AGAIN = 1e-3  # bits per byte; compiled bfloat16 and eager float32 differed by 3.5e-4
+CUT_TOKENS = {"cpu": 2**18, "cuda": 2**22}  # for the search of leaks; at least 512 positions of 512
 SHORT = 512  # tokens of a row of which all positions can be tried
-MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad, "in inference mode": torch.inference_mode}
-SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", sys.prefix, sys.base_prefix)  # files that libraries may open at any time
+MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad,
+         "in inference mode": torch.inference_mode}
+# Folders of which libraries may read files while a model runs.
+LIBRARIES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", sys.prefix, sys.base_prefix,
+             *(path for path in sys.path if path.endswith("-packages")))
 
 
-# ---- For other programs --------------------------------------------------------------------------------
+# ---- For other programs ------------------------------------------------------------------------
 
 
 def read_text(config: dict, folder: Path = ROOT) -> tuple[np.ndarray, int]:
-    """Return the validation tokens of a log's "config", uint16 (N + 1,), and the bytes of the last N, by none of the trainer's
-    code. DATA_PATH and TOKENIZER_PATH are relative to `folder`. Raises ValueError and OSError."""
+    """Return the validation tokens of a log's "config", uint16 (N + 1,), and the bytes of the last
+    N, by none of the trainer's code. Paths are relative to `folder`. Raises ValueError, OSError."""
     sys.path.append(str(ROOT / "data"))
     from tokenization import SPACE, load_tokenizer
     paths = sorted((folder / config["DATA_PATH"]).glob("*_val_[0-9]*.bin"))
@@ -60,33 +66,38 @@ def read_text(config: dict, folder: Path = ROOT) -> tuple[np.ndarray, int]:
     tokens = tokens[:rows * length + 1]
     path = folder / config["TOKENIZER_PATH"]
     tokenizer = load_tokenizer(str(path) if path.is_file() else config["TOKENIZER_PATH"])
-    count = int(tokenizer.sizes[tokens[1:]].sum())
+    size = int(tokenizer.sizes[tokens[1:]].sum())
     model = getattr(tokenizer, "model", None)
-    if model and model.encode("a", out_type=str)[0].startswith(SPACE):  # the space that SentencePiece put before a document
+    if model and model.encode("a", out_type=str)[0].startswith(SPACE):
+        # SentencePiece put a space before each document, which is not in the text.
         begins = np.array([model.is_control(i) for i in range(tokenizer.vocab_size)])
-        spaced = np.array([text.startswith(b" ") for text in tokenizer.token_bytes])
-        count -= int((begins[tokens[:-1]] & spaced[tokens[1:]]).sum())
-    return tokens, count
+        has_space = np.array([text.startswith(b" ") for text in tokenizer.token_bytes])
+        size -= int((begins[tokens[:-1]] & has_space[tokens[1:]]).sum())
+    return tokens, size
 
 
-def check_artifact(script: Path, artifact: Path, config: dict, text: tuple[np.ndarray, int], bpb: float,
-                   threads: int = 0) -> tuple[float, str]:
+def check_artifact(script: Path, artifact: Path, config: dict, text: tuple[np.ndarray, int],
+                   bpb: float, threads: int = 0) -> tuple[float, str]:
     """Score an artifact by its script's logits, in a new process and an empty folder.
 
-    `config` is a log's "config", with all settings as they were used, `text` what read_text returns of it, and `bpb` the score in
-    the log. Returns the bits per byte, and why the score must not count, or "". Raises ValueError if the model gives no logits."""
+    `config` is a log's "config", with all settings as they were used, `text` what read_text makes
+    of it, and `bpb` the score in the log. Returns the bits per byte, and why the score must not
+    count, or "". Raises ValueError if the model gives no logits."""
     tokens, size = text
-    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "DEVICE": "cpu" if config["DEVICE"] == "cpu" else "auto"}
+    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0}
+    own["DEVICE"] = "cpu" if config["DEVICE"] == "cpu" else "auto"
     words = [f"{name}={value}" for name, value in {**config, **own}.items() if value != ""]
     answer_to = secrets.token_hex()  # A script that prints an answer of its own does not know it.
-    environment = {**os.environ, "PROBE": answer_to} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    environment = {**os.environ, "PROBE": answer_to}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(script, Path(place, "train_gpt.py"))
         shutil.copy(artifact, Path(place, "artifact.ptz"))
         np.save(Path(place, "tokens.npy"), tokens)
         command = [sys.executable, __file__, "train_gpt.py", "score", *words]
-        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, errors="replace",
-                                check=False)
+        result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True,
+                                errors="replace", check=False)
     if result.returncode:
         raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
     found = json.loads((result.stdout.splitlines() or ["{}"])[-1])
@@ -98,22 +109,22 @@ def check_artifact(script: Path, artifact: Path, config: dict, text: tuple[np.nd
     return scored, found["reason"]
 
 
-def check_clock(events: list[dict], process_s: float = math.inf) -> str:
-    """Return why the training time in a log's events is wrong, or "": more time has passed between its lines, or, if the time is
-    known that the whole process took, in that."""
-    steps = [event for event in events if event["event"] in ("train", "val") and event["step"] > 0]
-    scores = [event["eval_time_ms"] / 1000 for event in steps[1:] if event["event"] == "val"]
-    passed = steps[-1]["elapsed_s"] - steps[0]["elapsed_s"] - sum(scores)
-    counted = (steps[-1]["train_time_ms"] - steps[0]["train_time_ms"]) / 1000
-    logged = events[-1]["elapsed_s"]
-    if passed > 1.05 * counted + 5:
-        return f"its clock counts {counted:.1f} s of training in {passed:.1f} s"
-    if process_s < math.inf and process_s > 1.05 * logged + 30:  # imports are not in the log
-        return f"its log covers {logged:.1f} s of the {process_s:.1f} s that the process took"
+def check_clock(events: list[dict], process_s: float = 0.0) -> str:
+    """Return why the training time in a log's events is wrong, or "": by the time of its lines, and
+    by the seconds that the whole process took, if they are known."""
+    lines = [event for event in events if event["event"] in ("train", "val") and event["step"] > 0]
+    scores_s = sum(event["eval_time_ms"] / 1000 for event in lines[1:] if event["event"] == "val")
+    passed_s = lines[-1]["elapsed_s"] - lines[0]["elapsed_s"] - scores_s
+    counted_s = (lines[-1]["train_time_ms"] - lines[0]["train_time_ms"]) / 1000
+    if passed_s > 1.05 * counted_s + 5:
+        return f"its clock counts {counted_s:.1f} s of training in {passed_s:.1f} s"
+    logged_s = events[-1]["elapsed_s"]
+    if process_s > 1.05 * logged_s + 30:  # Imports are not in the log.
+        return f"its log covers {logged_s:.1f} s of the {process_s:.1f} s that its process took"
     return ""
 
 
-# ---- One model -----------------------------------------------------------------------------------------
+# ---- One model ---------------------------------------------------------------------------------
 
 
 def load_script(path: str):
@@ -126,13 +137,13 @@ def load_script(path: str):
 
 @contextmanager
 def files_noted():
-    """Yield a list, to which the files are added that Python opens meanwhile, but for those of the system and of libraries."""
+    """Yield a list, to which the files are added that Python opens meanwhile, except libraries'."""
     names, is_active = [], True
 
-    def note(event: str, arguments: tuple) -> None:
+    def note(event: str, arguments: tuple):
         if is_active and event == "open" and isinstance(arguments[0], str):
             name = os.path.abspath(arguments[0])
-            if os.path.isfile(name) and not name.startswith(SYSTEM):
+            if os.path.isfile(name) and not name.startswith(LIBRARIES):
                 names.append(name)
 
     sys.addaudithook(note)  # for good: Python cannot remove it
@@ -148,8 +159,13 @@ def logits_of(model, rows: torch.Tensor) -> torch.Tensor:
 
 
 def is_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors of logits differ by more than float32's roundings, or are not finite."""
+    """Whether logits differ by more than float32's roundings, or are not finite."""
     return not (one - two).abs().max().item() <= APART
+
+
+def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the sum of the cross entropy of logits (B, T, V) and targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
 
 
 def rows_of(tokens: np.ndarray, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,14 +181,15 @@ def rows_at_once(config) -> int:
 
 
 def find_leak(model, rows: torch.Tensor, cuts: np.ndarray, random) -> str:
-    """Return where logits of rows (B, T) change with the tokens from a cut on, or "". Each cut, of 1 to T - 1, is tried in one of
-    the rows. With equal shapes, nothing but a leak can change a bit: masked scores have a weight of exactly 0."""
-    others = rows.flatten().roll(int(random.integers(1, rows.numel()))).view_as(rows)
-    others = torch.where(others == rows, (others + 1) % int(rows.max() + 2), others)
+    """Return where logits of rows (B, T) change with the tokens from a cut on, or "". Each cut, of
+    1 to T - 1, is tried in one of the rows. Shapes are equal, and masked scores have a weight of
+    exactly 0, so without a leak not one bit changes."""
+    others = rows.flatten().roll(int(random.integers(1, max(2, rows.numel())))).view_as(rows)
+    others = torch.where(others == rows, (others + 1) % int(rows.max() + 1), others)
     places = torch.arange(rows.size(1), device=rows.device)
     first = logits_of(model, rows)
     for begin in range(0, len(cuts), len(rows)):
-        part = np.resize(cuts[begin:begin + len(rows)], len(rows))  # repeats some in the last batch
+        part = np.resize(cuts[begin:begin + len(rows)], len(rows))  # The last batch repeats some.
         is_before = places < torch.from_numpy(part).to(rows.device)[:, None]
         changed = logits_of(model, torch.where(is_before, rows, others))
         differs = ((changed != first).any(-1) & is_before).nonzero()
@@ -182,16 +199,16 @@ def find_leak(model, rows: torch.Tensor, cuts: np.ndarray, random) -> str:
 
 
 def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) -> str:
-    """Return why a model must not be scored, or "", by rows and targets (B, T) of validation. `model` is in float32, `own` the same
-    in the type of the run."""
+    """Return why a model must not be scored, or "", by rows and targets (B, T) of validation.
+    `model` computes in float32, `own` is the same in the type of the run."""
     length = rows.size(1)
-    most = 2 ** (22 if rows.is_cuda else 18) // length
+    most = max(1, CUT_TOKENS[rows.device.type] // length)
     cuts = 1 + random.permutation(length - 1)
     with torch.inference_mode():
         first = logits_of(model, rows)
         if not torch.equal(first, logits_of(model, rows)):
             return "its logits differ from call to call"
-        if any(is_apart(first[i:i + 1], logits_of(model, rows[i:i + 1])) for i in range(len(rows))):
+        if any(is_apart(first[i], logits_of(model, rows[i:i + 1])[0]) for i in range(len(rows))):
             return "its logits depend on other rows"
         leak = find_leak(own, rows, cuts[:most], random)
         if not leak and len(cuts) > most:
@@ -206,10 +223,12 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
                     logits = logits_of(model, rows[part])
                     loss = model(rows[part], targets[part]).item()
                 if is_apart(logits, first[part]):
-                    return f"its logits differ {name}, in {'training' if training else 'evaluation'} mode"
-                entropy = F.cross_entropy(logits.flatten(0, 1), targets[part].flatten()).item()
+                    kind = "training" if training else "evaluation"
+                    return f"its logits differ {name}, in {kind} mode"
+                entropy = nats_of(logits, targets[part]) / targets[part].numel()
                 if not abs(loss - entropy) <= APART:
-                    return f"its loss, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
+                    return (f"its loss, {loss:.4f}, is not the cross entropy of its logits, "
+                            f"{entropy:.4f}")
     return ""
 
 
@@ -220,97 +239,98 @@ def in_float32(model):
     return exact
 
 
-def seeded(script) -> np.random.Generator:
+def seeded(train_gpt) -> np.random.Generator:
     """Return a generator that every edit of the script makes another one."""
-    return np.random.default_rng([*sha256(Path(script.__file__).read_bytes()).digest()])
+    return np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
 
 
 def score(train_gpt, settings: list[str]) -> dict:
-    """Return "nats" of the artifact INIT_FROM on tokens.npy, and the "reason" for which its model is invalid, or "". In every row,
-    one more cut is tried."""
+    """Return "nats", the loss of the artifact INIT_FROM on tokens.npy, and the "reason" for which
+    it is invalid, or "". In every row, one more cut is tried."""
     config, _ = train_gpt.load_config(settings, {})
     own = train_gpt.GPT(config)
     train_gpt.load_weights(own, config.init_from)
-    own.to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu").loops = getattr(config, "num_loops", 0)
-    model, random, nats, reasons = in_float32(own), seeded(train_gpt), 0.0, []
+    own.to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
+    model, random, nats = in_float32(own), seeded(train_gpt), 0.0
     length, batch = config.train_seq_len, rows_at_once(config)
     inputs, targets = rows_of(np.load("tokens.npy"), length, next(own.parameters()).device)
     with files_noted() as files:
-        reasons.append(find_fault(model, own, inputs[:batch], targets[:batch], random))
+        reasons = [find_fault(model, own, inputs[:batch], targets[:batch], random)]
         model.eval()
         for rows, wanted in zip(inputs.split(batch), targets.split(batch)):
             with torch.inference_mode():
-                nats += F.cross_entropy(logits_of(model, rows).flatten(0, 1), wanted.flatten(), reduction="sum").item()
-                reasons.append(find_leak(own, rows, random.integers(1, length, len(rows)), random))
+                nats += nats_of(logits_of(model, rows), wanted)
+                cuts = random.integers(1, max(2, length), len(rows))
+                reasons.append(find_leak(own, rows, cuts, random))
     reasons += [f"it reads {file} while it is scored" for file in files]
     return {"nats": nats, "reason": next(filter(None, reasons), "")}
 
 
-# ---- Before training -----------------------------------------------------------------------------------
+# ---- Before training ---------------------------------------------------------------------------
 
 
-def find_fault_before(train_gpt, config, ranks, tokens: np.ndarray, size: int) -> str:
-    """Return why the model of a resolved Config must not be scored, or "". It is tried with random weights on two and a half
-    batches of the validation tokens, and so is the script's Validation. `size` is the number of bytes of that text."""
+def find_fault_before(train_gpt, config, ranks, text: tuple[np.ndarray, int]) -> str:
+    """Return why the model of a resolved Config, or the script's Validation, must not be used, or
+    "". They are tried with random weights on a `text`, as read_text returns it."""
     torch.manual_seed(0)
     own = train_gpt.GPT(config).to(ranks.device)
-    own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
     with torch.no_grad():
-        for weight in own.parameters():  # matrices that start at zero would hide what they multiply
-            weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5  # a scalar has no width
+        for weight in own.parameters():  # matrices of zeros would hide what they multiply
+            weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5
     model, random, batch = in_float32(own), seeded(train_gpt), rows_at_once(config)
-    inputs, targets = rows_of(tokens, config.train_seq_len, ranks.device)
+    inputs, targets = rows_of(text[0], config.train_seq_len, ranks.device)
     with files_noted() as files:
         reason = find_fault(model, own, inputs[:batch], targets[:batch], random)
         model.eval()
         with torch.inference_mode():
-            parts = zip(inputs.split(batch), targets.split(batch))
-            nats = [F.cross_entropy(logits_of(model, rows).flatten(0, 1), wanted.flatten(), reduction="sum").item()
-                    for rows, wanted in parts]
-    if files:
-        return f"it reads {files[0]} while it is scored"
-    other = replace(config, val_tokens=targets.numel(), seed=int(random.integers(2**31)), dtype="float32")
-    found = train_gpt.Validation(other, ranks).score(model.train())
-    wanted = sum(nats) / targets.numel(), sum(nats) / math.log(2) / size
-    if not reason and not max(abs(found["val_loss"] - wanted[0]), abs(found["val_bpb"] - wanted[1])) <= APART:
-        return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits per byte; by its logits, they "
-                f"are {wanted[0]:.4f} and {wanted[1]:.4f}")
-    return reason
+            nats = sum(nats_of(logits_of(model, rows), wanted)
+                       for rows, wanted in zip(inputs.split(batch), targets.split(batch)))
+    if files or reason:
+        return f"it reads {files[0]} while it is scored" if files else reason
+    config = replace(config, val_tokens=targets.numel(), seed=int(random.integers(2**31)))
+    found = train_gpt.Validation(config, ranks).score(model.train())
+    loss, bpb = nats / targets.numel(), nats / math.log(2) / text[1]
+    if not max(abs(found["val_loss"] - loss), abs(found["val_bpb"] - bpb)) <= APART:
+        return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits "
+                f"per byte; by its logits, they are {loss:.4f} and {bpb:.4f}")
+    return ""
 
 
 def plan(train_gpt, settings: list[str]) -> dict:
-    """Return what the log of a run with these settings would say first, with a verdict, "invalid", "failed" or "", and its
-    reason; or "error", if it would not start."""
+    """Return what the log of a run with these settings would say first, with a verdict, "invalid",
+    "failed" or "", and its reason; or "error", if it would not start."""
     try:
         config, _ = train_gpt.load_config(settings, dict(os.environ))
         ranks = train_gpt.start_ranks(config)
         config = train_gpt.resolve(config, ranks)
         validation = train_gpt.Validation(config, ranks)
-        values = {name: getattr(config, name.lower()) for name in train_gpt.FIELDS}
+        values = {name.upper(): value for name, value in asdict(config).items()}
         tokens, size = read_text(values, Path())
         part = int(2.5 * rows_at_once(config)) * config.train_seq_len
-        some = read_text({**values, "VAL_TOKENS": min(part, len(tokens) - 1)}, Path())
-        gpu = torch.cuda.get_device_name() if config.device == "cuda" else ""
-        counts = len(validation.tokens) - 1, validation.bytes
-        try:
-            reason = find_fault_before(train_gpt, config, ranks, *some)
-            if counts != (len(tokens) - 1, size):
-                reason = f"it counts {counts[0]:,} tokens of {counts[1]:,} bytes of validation text, which has {len(tokens) - 1:,} " \
-                         f"of {size:,}"
-            verdict = "invalid" if reason else ""
-        except Exception as error:  # a script that is being written fails in many ways
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == train_gpt.__file__]
-            where = "".join(f"line {number}: " for number in lines[-2:])
-            verdict, reason = "failed", f"its model cannot be run: {where}{error!r}"
+        text = read_text({**values, "VAL_TOKENS": min(part, len(tokens) - 1)}, Path())
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    return {"config": values, "data_sha256": validation.data_sha256, "val_tokens": counts[0], "val_bytes": counts[1],
-            "torch": torch.__version__, "world_size": 1, "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict,
-            "reason": reason}
+    counted, verdict = validation.bytes, ""
+    try:
+        reason = find_fault_before(train_gpt, config, ranks, text)
+        if counted != size:
+            reason = f"it counts {counted:,} bytes of validation text, which has {size:,}"
+        verdict = "invalid" if reason else ""
+    except Exception as error:  # A script that is being written fails in many ways.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == train_gpt.__file__]
+        where = "".join(f"line {number}: " for number in lines[-2:])
+        verdict, reason = "failed", f"its model cannot be run: {where}{error!r}"
+    gpu = torch.cuda.get_device_name() if config.device == "cuda" else ""
+    return {"config": values, "data_sha256": validation.data_sha256, "val_bytes": counted,
+            "val_tokens": len(validation.tokens) - 1, "torch": torch.__version__, "world_size": 1,
+            "threads": torch.get_num_threads(), "gpu": gpu, "verdict": verdict, "reason": reason}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("command", choices=("score", "plan"))
     parser.add_argument("settings", nargs="*", metavar="VARIABLE=value")
@@ -319,8 +339,8 @@ def main() -> None:
     train_gpt = load_script(options.script)
     if options.command == "score":
         print(json.dumps({**score(train_gpt, options.settings), "to": answer_to}))
-        return
-    print(json.dumps([plan(train_gpt, words) for words in json.load(sys.stdin)]))
+    else:
+        print(json.dumps([plan(train_gpt, words) for words in json.load(sys.stdin)]))
 
 
 if __name__ == "__main__":
