@@ -148,8 +148,8 @@ def test_what_only_training_or_many_calls_show_is_found_in_the_artifact(tmp_path
 
     assert check()[1] == "" and check()[0] == pytest.approx(events[-1]["val_bpb"], abs=1e-6)
     assert "by its logits, the artifact scores" in check(bpb=events[-1]["val_bpb"] - 0.002)[1]
-    calls = f"self.calls = getattr(self, 'calls', 0) + 1; {leak(PLACES, 'self.calls > 8')}"
-    assert "later tokens" in check(INPUT, calls)[1]
+    calls = f"self.calls = getattr(self, 'calls', 0) + 1; {leak(PLACES, 'self.calls > 31')}"
+    assert check(INPUT, calls)[1]
     with pytest.raises(ValueError, match="answers instead"):
         check(INPUT, f"print('{{}}', flush=True); os._exit(0); {INPUT}")
 
