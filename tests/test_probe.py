@@ -123,14 +123,13 @@ def test_long_rows_are_tried_at_drawn_positions_and_in_their_beginning(monkeypat
 
 def test_text_and_bytes_are_the_trainers(tmp_path, monkeypatch):
     import train_gpt
-    config = {"DATA_PATH": "tests/golden/fineweb", "TOKENIZER_PATH": "tests/golden/fineweb/tokenizer.model", "TRAIN_SEQ_LEN": 64,
-              "VAL_TOKENS": 0}
-    for part in (0, 1000):
-        words = [f"{name}={value}" for name, value in {**config, "VAL_TOKENS": part}.items()]
-        monkeypatch.chdir(REPOSITORY)
-        trainers = train_gpt.Validation(train_gpt.load_config(words, {})[0], train_gpt.Ranks(0, 1, torch.device("cpu")))
-        tokens, size = probe.read_text({**config, "VAL_TOKENS": part})
-        assert np.array_equal(tokens, trainers.tokens) and size == trainers.bytes
+    config = {"DATA_PATH": "tests/golden/fineweb", "TOKENIZER_PATH": "tests/golden/fineweb/tokenizer.model", "TRAIN_SEQ_LEN": 64}
+    monkeypatch.chdir(REPOSITORY)
+    words = [f"{name}={value}" for name, value in config.items()]
+    trainers = train_gpt.Validation(train_gpt.load_config(words, {})[0], train_gpt.Ranks(0, 1, torch.device("cpu")))
+    tokens, size = probe.read_text(config)
+    assert np.array_equal(tokens, trainers.tokens) and size == trainers.bytes
+    assert len(probe.read_text(config, most_rows=3)[0]) == 193
     with pytest.raises(ValueError, match="there is no DATA_PATH=none"):
         probe.read_text({**config, "DATA_PATH": "none"})
 

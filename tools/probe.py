@@ -51,7 +51,7 @@ LIBRARIES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", sys.prefix, sys.base_
 # ---- For other programs ------------------------------------------------------------------------
 
 
-def read_text(config: dict, folder: Path = ROOT) -> tuple[np.ndarray, int]:
+def read_text(config: dict, folder: Path = ROOT, most_rows=10**9) -> tuple[np.ndarray, int]:
     """Return the validation tokens of a log's "config", uint16 (N + 1,), and the bytes of the last
     N, by none of the trainer's code. Paths are relative to `folder`. Raises ValueError, OSError."""
     sys.path.append(str(ROOT / "data"))
@@ -61,8 +61,7 @@ def read_text(config: dict, folder: Path = ROOT) -> tuple[np.ndarray, int]:
         raise ValueError(f"there is no DATA_PATH={config['DATA_PATH']} with *_val_*.bin")
     tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
     length = config["TRAIN_SEQ_LEN"]
-    rows = (len(tokens) - 1) // length
-    rows = min(rows, math.ceil(config["VAL_TOKENS"] / length) or rows)
+    rows = min(most_rows, (len(tokens) - 1) // length)
     tokens = tokens[:rows * length + 1]
     path = folder / config["TOKENIZER_PATH"]
     tokenizer = load_tokenizer(str(path) if path.is_file() else config["TOKENIZER_PATH"])
@@ -270,9 +269,10 @@ def score(train_gpt, settings: list[str]) -> dict:
 # ---- Before training ---------------------------------------------------------------------------
 
 
-def find_fault_before(train_gpt, config, ranks, text: tuple[np.ndarray, int]) -> str:
+def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]) -> str:
     """Return why the model of a resolved Config, or the script's Validation, must not be used, or
     "". They are tried with random weights on a `text`, as read_text returns it."""
+    config = validation.config
     torch.manual_seed(0)
     own = train_gpt.GPT(config).to(ranks.device)
     with torch.no_grad():
@@ -288,8 +288,10 @@ def find_fault_before(train_gpt, config, ranks, text: tuple[np.ndarray, int]) ->
                        for rows, wanted in zip(inputs.split(batch), targets.split(batch)))
     if files or reason:
         return f"it reads {files[0]} while it is scored" if files else reason
-    config = replace(config, val_tokens=targets.numel(), seed=int(random.integers(2**31)))
-    found = train_gpt.Validation(config, ranks).score(model.train())
+    part = copy.copy(validation)
+    part.config = replace(config, seed=int(random.integers(2**31)))
+    part.tokens, part.bytes, part.num_targets = *text, targets.numel()
+    found = part.score(model.train())
     loss, bpb = nats / targets.numel(), nats / math.log(2) / text[1]
     if not max(abs(found["val_loss"] - loss), abs(found["val_bpb"] - bpb)) <= APART:
         return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits "
@@ -307,13 +309,12 @@ def plan(train_gpt, settings: list[str]) -> dict:
         validation = train_gpt.Validation(config, ranks)
         values = {name.upper(): value for name, value in asdict(config).items()}
         tokens, size = read_text(values, Path())
-        part = int(2.5 * rows_at_once(config)) * config.train_seq_len
-        text = read_text({**values, "VAL_TOKENS": min(part, len(tokens) - 1)}, Path())
+        text = read_text(values, Path(), int(2.5 * rows_at_once(config)))
     except (ValueError, OSError) as error:
         return {"error": str(error)}
     counted, verdict = validation.bytes, ""
     try:
-        reason = find_fault_before(train_gpt, config, ranks, text)
+        reason = find_fault_before(train_gpt, validation, ranks, text)
         if counted != size:
             reason = f"it counts {counted:,} bytes of validation text, which has {size:,}"
         verdict = "invalid" if reason else ""
