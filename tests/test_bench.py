@@ -20,8 +20,10 @@ def train(step, ms):
 
 
 def test_quantities_are_computed_from_console_and_events():
-    """By hand: 3 steps of 1,000 tokens in 1.5 s; 5,000 tokens scored in 2 s; an export of 12 - 9.5 - 2 s."""
-    settings = {"TRAIN_BATCH_TOKENS": 1000, "ITERATIONS": 4, "DEVICE": "cpu"}
+    """By hand: 3 steps of 1,000 tokens in 1.5 s; 5,000 tokens scored in 2 s; an export of 12 - 9.5 - 2 s. A token takes
+    6 x (2 x 8 x 8 + 2 x 8 x 4 + 2 x 2 x 8 x 8 + 10 x 8) + 12 x 8 x 16 = 4,704 operations."""
+    settings = {"TRAIN_BATCH_TOKENS": 1000, "ITERATIONS": 4, "DEVICE": "cpu", "NUM_LAYERS": 1, "MODEL_DIM": 8, "NUM_HEADS": 2,
+                "NUM_KV_HEADS": 1, "MLP_MULT": 2, "VOCAB_SIZE": 10, "TRAIN_SEQ_LEN": 16}
     events = [{"event": "config", "config": settings}, train(1, 700), train(2, 1200),
               {"event": "val", "step": 0, "train_time_ms": 0},
               {"event": "val", "step": 4, "train_time_ms": 2200},
@@ -33,7 +35,7 @@ def test_quantities_are_computed_from_console_and_events():
              (9.8, "peak memory allocated: 12 MiB reserved: 20 MiB"),
              (12.0, "final_int8_zlib_roundtrip val_loss:6.9 val_bpb:4.1 eval_time:2000ms"),
              (12.0, "final_int8_zlib_roundtrip_exact val_loss:6.9 val_bpb:4.1")]
-    wanted = {"tokens_per_s": 2000, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0, "artifact_bytes": 99}
+    wanted = {"tokens_per_s": 2000, "tflops": 2000 * 4704 / 1e12, "val_tokens_per_s": 2500, "export_s": 0.5, "start_s": 4.0, "artifact_bytes": 99}
     assert bench.quantities(lines, events, skip=1) == pytest.approx(wanted)
     settings["DEVICE"] = "cuda"
     assert bench.quantities(lines, events, skip=2) == pytest.approx({**wanted, "peak_mib": 12})
@@ -53,6 +55,10 @@ def test_a_table_has_medians_ranges_and_the_ratios_of_rounds():
 |---|---|
 | export, s | 1.50 (0.90 to 1.60) |
 """
+    third = ("newer", [{"export_s": 6.0}, {"export_s": 2.0}, {"export_s": 4.0}])
+    heading, _, row, _ = bench.median_table("cpu-small", [*sides, third]).splitlines()
+    assert heading == "| cpu-small | old | new | newer | new, ratio | newer, ratio |"
+    assert row.endswith("| 0.800 (0.500 to 0.900) | 2.000 (2.000 to 2.000) |")
 
 
 @pytest.mark.parametrize("words, message", [
@@ -69,8 +75,8 @@ def test_every_configuration_is_one_of_the_trainers():
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
-def test_two_commits_are_compared_and_steps_are_profiled(tmp_path):
-    command = [sys.executable, str(REPOSITORY / "tools" / "bench.py"), "cpu-small", "--against", "HEAD",
+def test_two_commits_are_compared_and_steps_are_timed_in_parts_and_profiled(tmp_path):
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench.py"), "cpu-small", "--against", "HEAD", "--parts",
                "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
                           timeout=120, check=False)
@@ -80,12 +86,15 @@ def test_two_commits_are_compared_and_steps_are_profiled(tmp_path):
     assert heading[0] == "cpu-small" and heading[2].startswith(heading[1])  # a commit, and maybe changes
     assert heading[3] == "ratio of each round"
     numbers = {title: [float(text.replace(",", "")) for text in cells] for title, *cells in rows}
-    limits = {"training, tokens/s": (100, 1e7), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
+    limits = {"training, tokens/s": (100, 1e7), "training, TFLOP/s": (0, 1), "% of the peak": (0, 100), "validation, tokens/s": (100, 1e8), "export, s": (0, 30),
               "peak memory, MiB": (100, 4000), "artifact, bytes": (10_000, 100_000), "first start to first step, s": (0.5, 60)}
     assert numbers.keys() == limits.keys()
     assert all(low < number < high for title, (low, high) in limits.items() for number in numbers[title][:2]), numbers
     before, after, ratio = numbers["training, tokens/s"]
     assert ratio == pytest.approx(after / before, abs=0.01)
+    parts = re.findall(r"^\| (\w+) \| ([\d.]+) \| (\d+)% \|$", done.stdout, re.M)
+    assert [part for part, _, _ in parts] == ["forward", "backward", "optimizer"]
+    assert all(float(ms) > 0 for _, ms, _ in parts) and sum(int(share) for _, _, share in parts) == pytest.approx(100, abs=1)
     trace = json.loads(gzip.decompress((tmp_path / "traces" / "cpu-small.trace.json.gz").read_bytes()))
     optimizer_steps = [event for event in trace["traceEvents"] if event.get("name", "").startswith("Optimizer.step#Muon.step")]
     assert len(optimizer_steps) == 3

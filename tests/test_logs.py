@@ -31,8 +31,10 @@ def write_lines(path, *events, append=False):
 def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True, shift=0.0, data="a/set", batch=1000,
               code="a", digest="x", overrides=(), dtype="float32", scores=None, epoch=1):
     settings = {"SEED": seed, "RUN_ID": path.stem, "MATRIX_LR": lr, "TRAIN_BATCH_TOKENS": batch, "DATA_PATH": data,
-                "OUT_DIR": "out", "DTYPE": dtype}
-    events = [{"event": "config", "data_sha256": digest, "config": settings, "overrides": dict(overrides)}]
+                "OUT_DIR": "out", "DTYPE": dtype, "NUM_LAYERS": 1, "MODEL_DIM": 8, "NUM_HEADS": 2, "NUM_KV_HEADS": 1,
+                "MLP_MULT": 2, "VOCAB_SIZE": 10, "TRAIN_SEQ_LEN": 16}
+    events = [{"event": "config", "data_sha256": digest, "config": settings, "overrides": dict(overrides), "gpu": "NVIDIA L4",
+               "world_size": 2}]
     if resume is not None:
         events.append({"event": "resume", "step": resume})
     for step, score in (scores or {}).items():
@@ -194,6 +196,8 @@ def test_a_summary_names_the_best_validation_and_the_next_steps(tmp_path, monkey
 
     plain = summary()
     assert "\nbest" not in plain
+    assert "1,000,004 tokens/s, 0.0047 TFLOP/s (0.00317 without attention)\n" in plain  # as test_bench.py counts
+    assert "% of the peak of 2x NVIDIA L4\n" in summary(dtype="bfloat16")
     lines = plain.partition("\nnext      ")[2].splitlines()
     assert lines[0] == ".venv/bin/python tools/sample.py 'a b' --interactive"
     assert "python train_gpt.py --help" in lines[2] and len(lines) == 3
@@ -323,7 +327,7 @@ def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, m
 
 
 def test_a_machine_without_the_gpu_of_a_run_is_not_measured(monkeypatch):
-    monkeypatch.setattr(common, "measure_rate", lambda start: "9 TFLOP/s")
+    monkeypatch.setattr(common, "describe_rate", lambda start: "9 TFLOP/s")
     monkeypatch.setattr(common, "gpu_names", lambda: ["NVIDIA L4"])
     assert common.describe_machine({"gpu": "NVIDIA H100", "world_size": 8}) == "8x NVIDIA H100"
     assert common.describe_machine({"gpu": "NVIDIA L4", "world_size": 1}) == "1x NVIDIA L4, 9 TFLOP/s"

@@ -4,12 +4,19 @@
     python tools/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B
     python tools/bench.py gpu-default --with 'ATTN=flash TORCHINDUCTOR_ENABLE_PDL=1'    this checkout, without and with these
     python tools/bench.py gpu-default --ranks 8 COMPILE=0  eight processes, with another setting
-    python tools/bench.py gpu-default --profile traces     also what its kernels take, and files for a browser
+    python tools/bench.py --parts --profile traces         also forward, backward, optimizer; a table of the slowest kernels
+
+The compiler's settings that may help a GPU, each measured in turn with none:
+
+    python tools/bench.py gpu-preset --with TORCHINDUCTOR_MAX_AUTOTUNE=1 --with TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 \
+        --with TORCHINDUCTOR_ENABLE_PDL=1
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
 commit since 8d04a07 that has the configuration's variables. Each side has its own compiler cache, which is empty at the
-first start. Words of --with that are no variables of train_gpt.py go to the environment. --profile DIR writes
-NAME.trace.json.gz, three steps by PyTorch's profiler, for https://ui.perfetto.dev.
+first start. Words of --with that are no variables of train_gpt.py go to the environment. TFLOP/s are counted as in
+flops.py; the peak is that of the GPU's data sheet, or else what a matrix product reaches here. --parts waits for the device
+between the parts of a step, so a GPU's sum is longer than a step. --profile DIR writes NAME.trace.json.gz, three steps by
+PyTorch's profiler, for https://ui.perfetto.dev.
 """
 
 import argparse
@@ -22,11 +29,13 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
-from common import ROOT, gpu_names, hardware, launcher, markdown_cell, measure_rate, pairs_of, table
+from common import ROOT, gpu_names, hardware, launcher, markdown_cell, measure_tflops, pairs_of, table
 import train_gpt
+from flops import count_flops, find_peak
 from events import limited, prepare_output, read_events
 from train_gpt import torch
 
@@ -44,7 +53,8 @@ CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
                  50, 1 << 20),
     "gpu-preset": (f"@{PRESETS}/h100_1gpu_16mb.env GPTQ_BATCHES=0 SIZE_CAP=0 EVAL_STRIDE=0", 30, 1 << 20)}
 ROWS = {  # key of a measurement: title, digits
-    "tokens_per_s": ("training, tokens/s", 0), "val_tokens_per_s": ("validation, tokens/s", 0),
+    "tokens_per_s": ("training, tokens/s", 0), "tflops": ("training, TFLOP/s", 3), "peak_share": ("% of the peak", 1),
+    "val_tokens_per_s": ("validation, tokens/s", 0),
     "export_s": ("export, s", 2), "peak_mib": ("peak memory, MiB", 0),
     "artifact_bytes": ("artifact, bytes", 0), "first_start_s": ("first start to first step, s", 1),
     "later_start_s": ("later starts to first step, s", 1)}
@@ -75,7 +85,9 @@ def quantities(lines: list[tuple[float, str]], events: list[dict], skip: int) ->
     tokens = (last["step"] - skip) * settings["TRAIN_BATCH_TOKENS"]
     val_tokens = int(re.search(r"^val_loader:.* tokens:(\d+)", text, re.M)[1])
     eval_s = latest["final"]["eval_time_ms"] / 1000
-    result = {"tokens_per_s": 1000 * tokens / (last["train_time_ms"] - clock_ms[skip]),
+    tokens_per_s = 1000 * tokens / (last["train_time_ms"] - clock_ms[skip])
+    result = {"tokens_per_s": tokens_per_s,
+              "tflops": tokens_per_s * count_flops(settings) / 1e12,
               "val_tokens_per_s": val_tokens / eval_s,
               "export_s": seconds["final_int8_zlib_roundtrip"] - seconds[f"step:{last['step']}/{settings['ITERATIONS']}"]
               - eval_s,
@@ -111,6 +123,40 @@ def measure(command: list[str], skip: int, folder: Path, cache: Path, more: dict
 
 
 # ---- Inside the trainer's process ----------------------------------------------------------------------
+
+
+def parts_worker(skip: int, output: str) -> None:
+    """Run train_gpt.py with the arguments of this process. Rank 0 times the parts of each step after the first `skip` and
+    writes a table of them to OUTPUT.txt. Norm, clipping and the optimizers are one part: what follows the last backward pass."""
+    plain_step, plain_backward = train_gpt.Trainer.train_step, torch.Tensor.backward
+    times = {"forward": [], "backward": [], "optimizer": []}
+
+    def train_step(trainer, batches):
+        now, spent = trainer.ranks.now_ms, dict.fromkeys(times, 0.0)
+        last = now()
+
+        def backward(loss):
+            nonlocal last
+            begun = now()
+            plain_backward(loss)
+            spent["forward"] += begun - last
+            last = now()
+            spent["backward"] += last - begun
+
+        with patch.object(torch.Tensor, "backward", backward):
+            result = plain_step(trainer, batches)
+        spent["optimizer"] = now() - last
+        if trainer.clock.step >= skip:
+            for part, ms in spent.items():
+                times[part].append(ms)
+        if trainer.clock.step == trainer.config.iterations - 1 and trainer.ranks.rank == 0:
+            medians = {part: statistics.median(values) for part, values in times.items()}
+            rows = [[part, f"{ms:.1f}", f"{ms / sum(medians.values()):.0%}"] for part, ms in medians.items()]
+            Path(f"{output}.txt").write_text("\n".join(table("| part of a step | ms | share |", rows)) + "\n", encoding="utf-8")
+        return result
+
+    train_gpt.Trainer.train_step = train_step
+    sys.exit(train_gpt.main())
 
 
 def profile_worker(skip: int, output: str) -> None:
@@ -168,24 +214,25 @@ def cell(values: list[float], digits: int) -> str:
 
 
 def median_table(name: str, sides: list[tuple[str, list[dict]]]) -> str:
-    """Return a Markdown table with a row for each quantity that was measured and a column for each side. With two
-    sides, the last column is the second divided by the first, round by round: the median and the range. From nine
-    rounds on, the range leaves out the lowest and the highest: it holds the true median with 96 % or more."""
+    """Return a Markdown table with a row for each quantity that was measured, a column for each side, and one for each side
+    divided by the first, round by round: the median and the range. From nine rounds on, the range leaves out the lowest and
+    the highest: it holds the true median with 96 % or more."""
     lines = []
     for key, (title, digits) in ROWS.items():
         values = [[found[key] for found in measured if key in found] for _, measured in sides]
         cells = [cell(of_side, digits) for of_side in values]
-        if len(sides) == 2:
-            ratios = sorted(after / before for before, after in zip(*values, strict=False))
+        for others in values[1:]:
+            ratios = sorted(after / before for before, after in zip(values[0], others, strict=False))
             cells.append(cell(ratios[1:-1] if len(ratios) >= 9 else ratios, 3))
         if any(cells):
             lines.append([title, *cells])
-    columns = [name, *(side for side, _ in sides), *["ratio of each round"] * (len(sides) == 2)]
+    ratio_of = "ratio of each round" if len(sides) == 2 else "{}, ratio"
+    columns = [name, *(side for side, _ in sides), *(ratio_of.format(side) for side, _ in sides[1:])]
     return "\n".join(table(f"| {' | '.join(map(markdown_cell, columns))} |", lines)) + "\n"
 
 
 def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
-    """Measure both sides in turn in one configuration and print the tables."""
+    """Measure all sides in turn in one configuration and print the tables."""
     settings, steps, val_tokens = CONFIGURATIONS[name]
     skip = 10 if name.startswith("gpu") else 1  # the first ten steps are logged, which makes a GPU wait
     variables = variables_of([*settings.split(), *COMMON.split(), *options.settings])
@@ -201,43 +248,61 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
         script = folder / "train_gpt.py"
         script.write_text(git("show", f"{options.against}:train_gpt.py"), encoding="utf-8")
         sides.insert(0, (git("rev-parse", "--short", options.against).strip(), script, variables, {}))
-    elif more := pairs_of(options.with_words.split()):
+    for words in options.with_words:
+        more = pairs_of(words.split())
         fields = {field.name.upper() for field in train_gpt.fields(train_gpt.Config)}
         changed = {name: text for name, text in more.items() if name in fields}
         environment = {name: text for name, text in more.items() if name not in fields}
-        sides.append((options.with_words, ROOT / "train_gpt.py", variables | changed, environment))
+        sides.append((words, ROOT / "train_gpt.py", variables | changed, environment))
     measured = [(side, []) for side, *_ in sides]
     for _ in range(options.rounds):
         for i, (_, script, its, environment) in enumerate(sides):
             command = [*launcher(options.ranks), str(script), *words_of(its)]
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
-    print(f"{int(variables['ITERATIONS']) - skip} steps are timed; {measure_rate(measured[-1][1][0]['start'])}\n")
+    start = measured[0][1][0]["start"]
+    dtype, product = start["config"]["DTYPE"], measure_tflops(start)
+    promised = find_peak(start.get("gpu", ""), dtype)
+    peak = promised * start["world_size"] if promised else product
+    for _, runs in measured:
+        for found in runs:
+            found["peak_share"] = 100 * found["tflops"] / peak
+    print(f"{int(variables['ITERATIONS']) - skip} steps are timed; a matrix product reaches {product:.2g} TFLOP/s in {dtype} at "
+          f"width {start['config']['MODEL_DIM']}; the peak is {peak:.3g}\n")
     print(median_table(name, measured), flush=True)
-    if options.profile:
+
+    def watch(kind: str, output: Path) -> None:
+        """Train this checkout once more, watched, and print what was found."""
         cache = folder / f"cache{int(bool(options.against))}"  # compiled before
-        variables["ITERATIONS"] = str(max(skip + 3, int(variables["ITERATIONS"])))
+        longer = variables | {"ITERATIONS": str(max(skip + 3, int(variables["ITERATIONS"])))}
+        command = [*launcher(options.ranks), __file__, "--worker", kind, str(skip), str(output), *words_of(longer)]
+        measure(command, skip, folder, cache, {})
+        print(Path(f"{output}.txt").read_text(encoding="utf-8"), flush=True)
+
+    if options.parts:
+        watch("parts", folder / "parts")
+    if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
         output = options.profile.resolve() / name
-        command = [*launcher(options.ranks), __file__, "--worker", str(skip), str(output), *words_of(variables)]
-        measure(command, skip, folder, cache, {})
-        print(Path(f"{output}.txt").read_text(encoding="utf-8"))
+        watch("profile", output)
         print("\n".join(f"wrote {options.profile / path.name}" for path in sorted(output.parent.glob(f"{name}.*"))))
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        skip, output = sys.argv[2:4]
-        del sys.argv[1:4]
-        profile_worker(int(skip), output)
+        kind, skip, output = sys.argv[2:5]
+        del sys.argv[1:5]
+        worker = {"parts": parts_worker, "profile": profile_worker}[kind]
+        worker(int(skip), output)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help="settings NAME=value, and configurations: "
                         + ", ".join(CONFIGURATIONS))
     parser.add_argument("--against", metavar="REV", help="a commit to measure in turn with this checkout")
-    parser.add_argument("--with", dest="with_words", default="", metavar="'NAME=value ...'",
-                        help="settings or environment to measure in turn with none")
+    parser.add_argument("--with", dest="with_words", action="append", default=[], metavar="'NAME=value ...'",
+                        help="settings or environment to measure in turn with none; may be given several times")
     parser.add_argument("--rounds", type=limited(1, kind=int), default=3, help="measurements of each side (default: 3)")
     parser.add_argument("--steps", type=limited(0, kind=int), default=0, help="steps to time (default: by configuration)")
     parser.add_argument("--ranks", type=limited(1, kind=int), default=1, help="processes, started by torchrun (default: 1)")
+    parser.add_argument("--parts", action="store_true", help="also time the parts of a step of this checkout")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also profile three steps of this checkout, into DIR")
     options = parser.parse_intermixed_args()
     options.settings = [word for word in options.what if "=" in word]

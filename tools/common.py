@@ -160,9 +160,9 @@ def hardware(uses_gpus: bool = True) -> str:
     return f"{count_cores()} cores of {model}"
 
 
-def measure_rate(start: dict) -> str:
-    """Return the speed of this machine's matrix products in the type and the width of a run, from its "config" event. Scores
-    of a time limit depend on it."""
+def measure_tflops(start: dict) -> float:
+    """Return the speed of this machine's matrix products in TFLOP/s, in the type and the width of a run, from its "config"
+    event."""
     import torch
     config = start["config"]
     torch.set_num_threads(start["threads"] * start["world_size"])
@@ -173,7 +173,12 @@ def measure_rate(start: dict) -> str:
         started = time.perf_counter()
         float((a @ b)[0, 0])  # waits for the device
         fastest = min(fastest, time.perf_counter() - started)
-    return f"{2 * 4096 * width * 4 * width / fastest / 1e12:.2g} TFLOP/s in {config['DTYPE']} at width {width}"
+    return 2 * 4096 * width * 4 * width / fastest / 1e12
+
+
+def describe_rate(start: dict) -> str:
+    """Return what `measure_tflops` finds, in words. Scores of a time limit depend on it."""
+    return f"{measure_tflops(start):.2g} TFLOP/s in {start['config']['DTYPE']} at width {start['config']['MODEL_DIM']}"
 
 
 def describe_machine(start: dict) -> str:
@@ -181,7 +186,7 @@ def describe_machine(start: dict) -> str:
     gpu = start.get("gpu")
     name = f"{start['world_size']}x {gpu}" if gpu else hardware(uses_gpus=False)
     is_here = not gpu or gpu.startswith(tuple(gpu_names()))  # MIG adds to the name
-    return f"{name}, {measure_rate(start)}" if is_here else name
+    return f"{name}, {describe_rate(start)}" if is_here else name
 
 
 # ---- Tables and statistics -----------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
+from flops import describe
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = "final_model.int8.ptz"
 RULE = "=" * 100  # divides source, machine and lines in a text log
@@ -286,6 +288,8 @@ def describe_machine(latest: dict[str, dict]) -> str:
         found.append(f"{train['tok_per_sec']:,.0f} tokens/s")
     if train.get("mem_mib"):
         found.append(f"{train['mem_mib'] / 1024:.1f} GiB of its memory")
+    if train.get("tok_per_sec"):
+        found.append(describe(train["tok_per_sec"], config, start.get("gpu", ""), start.get("world_size", 1)))
     return ", ".join(found)
 
 
