@@ -58,7 +58,7 @@ def test_the_commands_in_the_readmes_name_scripts_options_and_variables_that_exi
 
 
 def test_links_lead_to_files_and_headings():
-    texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("[.dt]*/*.md"), *(REPOSITORY / "records").rglob("*.md")]
+    texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("[.dlt]*/*.md"), *(REPOSITORY / "records").rglob("*.md")]
     for path in texts:
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             place, _, heading = link.partition("#")
