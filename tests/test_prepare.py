@@ -76,25 +76,20 @@ def test_parquet_files(tmp_path, read):
         read(path, "--text-key", "body")
 
 
-def test_a_data_set_of_the_hub_is_a_stream(monkeypatch, capsys, read):
-    """If its connection drops, it goes on from the next row, a few times for one row."""
-    def rows(start=0):
-        for number in itertools.count(start):
-            if number == 7 and drops:
-                raise OSError(drops.pop())
+def test_a_data_set_of_the_hub_is_a_stream(monkeypatch, read):
+    def rows():
+        for number in itertools.count():
+            if number == 40:
+                raise OSError("reset")
             yield {"body": f"row {number}"}
 
-    hub, drops, source = MagicMock(), ["reset"], "hf://me/texts/large:test"
-    hub.load_dataset.return_value.skip = rows
+    hub, source = MagicMock(), "hf://me/texts/large:test"
     hub.load_dataset.return_value.__iter__.side_effect = rows
-    monkeypatch.setattr(sources, "HUB_PAUSE_S", 0)
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    words = [source, "--text-key", "body", "--max-docs", 30, "--val-docs", 2]
-    assert read(*words) == [f"row {i}" for i in range(30)]
+    words = [source, "--text-key", "body", "--val-docs", 2]
+    assert read(*words, "--max-docs", 30) == [f"row {i}" for i in range(30)]
     hub.load_dataset.assert_called_with("me/texts", "large", split="test", streaming=True)
-    assert f"{source}, row 8: OSError('reset'); trying again" in capsys.readouterr().err
-    drops += ["reset"] * 99
-    with pytest.raises(SystemExit, match=f"{source}, row 8 cannot be read: OSError"):
+    with pytest.raises(SystemExit, match=f"{source} cannot be read: OSError.*run the same command again"):
         read(*words)
 
 
@@ -181,15 +176,14 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n
     ("a.csv", b"text,text\nb,c\n", "2 columns are named 'text': rename"),
     ("a.csv", b'text,x\n"b "c" d",1\n"a",2\n', "row 1 cannot be split"),
     ("a.csv", b'id,text\n1,"b\n2,"a"\n', "row 1 cannot be split"), ("a.csv", b'text,x\n"b\n"a",2\n', "row 1 cannot be split"),
-    ("a.json", b'{"text": "b\n{"text": "a"}\n', "line 1 is not JSON"),
-    ("a.json", b'[{"text": {"en": "b"}}]', "object 1 has an object of 'text.en'"),
+    ("a.json", b'{"text": "a"}\n{"text": "b\n', "line 2 is not JSON"),
+    ("a.json", b'[{"text": {"en": "b"}}]', "object 1 has a value of type dict"),
     ("a.txt", b'{\n "id": 1,\n "text": 3}\n', "object 1 has a value of type int under 'text'"),
     ("a.txt", b'{"body": "b"}\n', "line 1 has no text under 'text': it has 'body'"),
     ("a.json", b'["b"]', "object 1 is a JSON str, not an object with"),
     ("a.jsonl", b'{"text": "b"}'.decode().encode("utf-16"), "is text in utf-16: set --encoding utf-16, not utf-8"),
     ("a.txt", ("\u0442\u0435\u043a\u0441\u0442 " * 9).encode("utf-16-le"), "document 1 is not UTF-8 text"),
-    ("a.txt", b"<!DOCTYPE html>\n<p>b", "document 1 is not UTF-8 text: it is markup; extract"),
-    ("a.b", b"%PDF-1.4\nb", "document 1 is .* it is a PDF"),
+    ("a.txt", b"<!DOCTYPE html>\n<p>b", "document 1 is markup: extract its text"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
@@ -213,7 +207,6 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, 
     ("a.csv", 'id\ttext\r\n1\t"one, ""two"""\r\n2\tb\r\n', "text"), ("a.csv", '"id, x"|text\n1|"one, ""two"""\n2|b\n', "text"),
     ("a.tsv", 'text\tid\n"one, ""two"""\t1\nb\t"2\n"\n', "text"), ("a.tsv", 'text\tid\none, "two"\t"1\nb\t2"\n', "text"),
     ("a.csv", 'text\n"one, ""two"""\nb\n', "text"),
-    ("a.tab", '"id"\t"text"\r\n1\t"one, ""two"""\r\n2\tb\r\n', "text"), ("a", 'id,text\n1,"one, ""two"""\n2,b\n', "text"),
     ("a.tsv", 'text\n"one, ""two"""\n"b"\n', "text"), ("part-00000", '{"text": "one, \\"two\\""}\n\n{"text": "b"}\n', "text"),
     ("a.txt", '\ufeff{"id": 1, "text": "one, \\"two\\""}\n{"id": 2, "text": "b"}', "text"),
     ("a", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}]', "text"),
@@ -242,7 +235,7 @@ def test_lists_of_texts_are_joined_and_markup_in_a_folder_is_left_out(tmp_path, 
     assert read(folder, "--val-docs", 1) == ["one\ntwo", "b"]
     output = capsys.readouterr().out
     assert "left out 2 documents without text" in output and all(part in output for part in (
-        "1 .html", "1 .ipynb", "1 .gz", "8 .json without 'text'", "1 .csv without 'text'", "1 .map without 'text'", "the first without 'text': "))
+        "1 .html", "1 .ipynb", "1 .gz", "10 .json without 'text'", "1 .csv without 'text'", "1 .map without 'text'", "the first without 'text': "))
 
 
 @pytest.mark.parametrize("names, val, train", [
