@@ -8,7 +8,7 @@
 
 The compiler's settings that may help a GPU, each measured in turn with none:
 
-    python tools/bench.py gpu-preset --with TORCHINDUCTOR_MAX_AUTOTUNE=1 --with TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 \
+    python tools/bench.py gpu-preset --with TORCHINDUCTOR_MAX_AUTOTUNE=1 --with TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 \\
         --with TORCHINDUCTOR_ENABLE_PDL=1
 
 Each measurement is a new process that trains on random tokens, so no data set is needed. --against takes any
