@@ -42,7 +42,6 @@ class Run(NamedTuple):
     artifact_bytes: int  # with the script
     step_ms: float
     began: float  # in seconds, as the time of a file
-    curve: dict  # bits per byte by step
     checked: str | None = None  # why its score is wrong, "" if it is right, None if ablate.py has not checked it
 
 
@@ -103,11 +102,10 @@ def read_run_as_of(log: Path, _: tuple) -> Run | None:
         train = [event for event in events if event["event"] == "train" and event["step"] >= 10]  # the first ones are slow
         paces = [(later["train_time_ms"] - event["train_time_ms"]) / (later["step"] - event["step"])
                  for event, later in itertools.pairwise(train)]
-        curve = {event["step"]: event["val_bpb"] for event in events if event["event"] == "val"}
         return Run(log, content, start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
                    statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
-                   log.stat().st_mtime - latest["final"]["elapsed_s"], curve, latest.get("checked", {}).get("reason"))
+                   log.stat().st_mtime - latest["final"]["elapsed_s"], latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError):  # no log of this trainer
         return None
 
