@@ -252,7 +252,7 @@ def judge_all(effects: list[Effect], least: float, count: int, error: float = ER
     verdicts = ["no gain" if effect.low > -least else "undecided" for effect in effects]
     order = sorted(range(len(effects)), key=lambda place: effects[place].p)
     for rank, place in enumerate(order):
-        if effects[place].p > error / (count - rank):
+        if effects[place].p > error / max(1, count - rank):
             break
         verdicts[place] = "better"
     return verdicts

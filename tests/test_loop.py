@@ -1,0 +1,203 @@
+"""The loop over ideas: its decisions on simulated streams, stops at any moment, and a whole loop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import loop as loops
+import numpy as np
+import pytest
+from conftest import REPOSITORY, make_shards, tiny_arguments
+
+pytest.importorskip("scipy")
+
+
+# ---- Decisions -------------------------------------------------------------------------
+
+
+def test_levels_by_hand():
+    """LORD++ for a share of 0.1, half of which is there at the start: gamma_1 is 0.0772 * ln 2."""
+    gamma = [0.07720838 * np.log(max(n, 2)) / (n * np.exp(np.log(n) ** 0.5)) for n in range(1, 6)]
+    assert loops.next_level([]) == pytest.approx(gamma[0] * 0.05)
+    assert loops.next_level([False, False]) == pytest.approx(gamma[2] * 0.05)
+    assert loops.next_level([False, True]) == pytest.approx(gamma[2] * 0.05 + gamma[0] * 0.05)
+    assert loops.next_level([True, False, True]) == pytest.approx(gamma[3] * 0.05 + gamma[2] * 0.05 + gamma[0] * 0.1)
+    spent = [loops.next_level([False] * count) for count in range(200)]
+    assert sum(spent) <= loops.FALSE / 2 and min(spent) > 0
+
+
+def simulate_stream(random) -> tuple[list[float], int]:
+    """Return the true effects of what a loop keeps of 100 ideas, 90 of them without effect, and its runs.
+    The spreads of a pair are those measured for five changes of a small model."""
+    kept, was_kept, runs, base = [], [], 0, None
+    for effect in random.permutation([0.0] * 90 + [-0.002] * 5 + [-0.004] * 3 + [0.004] * 2):
+        spread = random.choice([0.0003, 0.0016, 0.0024, 0.0035, 0.0065])
+        if base is None:  # after each idea that is kept, on other seeds
+            base = random.standard_normal(loops.SCREENED)
+            runs += loops.SCREENED
+        noise = (random.standard_normal(loops.SCREENED) + base) / 2**0.5
+        screened = (effect + spread * noise).tolist()
+        used = next((n for n in range(1, loops.SCREENED + 1) if loops.is_hopeless(screened[:n], 0.002)), 0)
+        runs += used or loops.SCREENED
+        if used:
+            continue
+        differences = (effect + spread * random.standard_normal(loops.CONFIRMED)).tolist()
+        level, verdict, pairs = loops.next_level(was_kept), "", loops.LOOK_FROM - 1
+        while not verdict:
+            pairs += 1
+            verdict = loops.confirm(differences[:pairs], level, 0.002)
+        runs += 2 * pairs
+        was_kept.append(verdict == "kept")
+        if verdict == "kept":
+            kept.append(effect)
+            base = None
+    return kept, runs
+
+
+@pytest.mark.slow
+def test_at_most_a_tenth_of_what_is_kept_is_false():
+    random = np.random.default_rng(1)
+    streams = [simulate_stream(random) for _ in range(100)]
+    shares = [sum(effect >= 0 for effect in kept) / max(1, len(kept)) for kept, _ in streams]
+    assert np.mean(shares) < 0.05
+    found = [sum(effect == -0.004 for effect in kept) / 3 for kept, _ in streams]
+    assert np.mean(found) > 0.6 and np.mean([runs for _, runs in streams]) < 500
+
+
+def test_the_interval_of_the_claim_has_seeds_and_blocks():
+    random, covered, width = np.random.default_rng(1), [], []
+    for _ in range(1500):
+        seeds, blocks = random.normal(0, 1, (loops.CLAIMED, 1)), random.normal(0, 2, (1, loops.BLOCKS))
+        claim = loops.claim_of(-1 + seeds + blocks + random.normal(0, 1, (loops.CLAIMED, loops.BLOCKS)))
+        covered.append(claim["low"] <= -1 <= claim["high"])
+        width.append(claim["high"] - claim["low"])
+    assert 0.88 < np.mean(covered) < 0.97
+    assert np.mean(width) < 4 * (1 / loops.CLAIMED + 4 / loops.BLOCKS + 1 / 96) ** 0.5 * 1.3
+
+
+# ---- Stops -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of ideas whose runs are simulated: an idea's effect is its value of MLP_SLOPE."""
+    def compare(best, arms, first_seed, count, runner):
+        runner.work += 1
+        if runner.work == runner.stops_at:
+            raise KeyboardInterrupt
+        rows = []
+        for arm in arms:
+            noise = [np.random.default_rng([seed, sum(map(ord, arm.name))]).normal() for seed in range(first_seed, first_seed + count)]
+            rows.append([float(arm.settings["MLP_SLOPE"]) + 0.0005 * value for value in noise])
+            arm.verdict = "failed" if "MAX_STEPS" in arm.settings else ""
+        return rows
+    monkeypatch.setattr(loops, "compare", compare)
+    monkeypatch.setattr(loops, "make_plans", lambda arms, environment: None)
+    monkeypatch.setattr(loops, "draw", lambda loop: None)
+    monkeypatch.setattr(loops, "measure_claim", lambda loop, runner: None)
+    ideas = {"a": "MLP_SLOPE=0.01", "b": "MLP_SLOPE=-0.01", "c": "MLP_SLOPE=0", "d": "MLP_SLOPE=-0.02", "e": "SEED=3",
+             "f": "MLP_SLOPE=-0.01\nMAX_STEPS=1"}
+    for place, (name, text) in enumerate(ideas.items()):
+        (tmp_path / f"{name}.env").write_text(text)
+        os.utime(tmp_path / f"{name}.env", (place, place))
+    return tmp_path
+
+
+class Runner:
+    """What run_loop needs of a runner, with the number of the comparison at which a stop comes."""
+    def __init__(self, stops_at=0, jobs=1):
+        self.environment, self.jobs, self.work, self.stops_at, self.say = {}, jobs, 0, stops_at, lambda text: None
+
+
+def run(folder, runner):
+    loops.run_loop(loops.Loop(folder, {"ITERATIONS": "9"}, 1, 0.002), runner, finish=True)
+    return json.loads((folder / "loop.json").read_text())
+
+
+def test_a_loop_ends_as_if_it_had_never_been_stopped(folder, monkeypatch):
+    runner = Runner()
+    whole = run(folder, runner)
+    verdicts = {idea["name"]: idea["verdict"] for idea in whole["ideas"]}
+    assert verdicts == {"a": "dropped", "b": "kept", "c": "dropped", "d": "kept", "e": "invalid", "f": "failed"}
+    assert whole["kept"] == [1, 3] and "SEED must be equal" in whole["ideas"][4]["why"]
+    table = (folder / "loop.md").read_text()
+    assert "| b | -0.01" in table and "confirmation: p = " in table
+    write = loops.write_whole
+    moments = [("compare", number) for number in range(1, runner.work + 1)]
+    moments += [("write", number) for number in range(1, 14)]
+    for kind, number in moments:
+        for file in (folder / "loop.json", folder / "loop.md"):
+            file.unlink()
+        writes = []
+
+        def stopping(path, text, number=number, writes=writes):
+            writes.append(path)
+            if len(writes) == number:  # in the middle: the temporary file is there, the old one still whole
+                path.with_name(f".{path.name}.tmp").write_text(text[:20])
+                raise KeyboardInterrupt
+            write(path, text)
+        monkeypatch.setattr(loops, "write_whole", stopping if kind == "write" else write)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, Runner(number if kind == "compare" else 0))
+        monkeypatch.setattr(loops, "write_whole", write)
+        assert run(folder, Runner()) == whole, (kind, number)
+    with pytest.raises(ValueError, match="was made with other settings"):
+        loops.Loop(folder, {"ITERATIONS": "10"}, 1, 0.002)
+
+
+def test_no_seed_is_used_twice(folder):
+    state = run(folder, Runner(jobs=2))  # ideas in pairs: c was screened with b, which was then kept
+    assert [idea["verdict"] for idea in state["ideas"]] == ["dropped", "kept", "dropped", "kept", "invalid", "failed"]
+    ranges = [(1, loops.SCREENED), (state["screening"], loops.SCREENED)]
+    ranges += [(idea["seed"], loops.CONFIRMED) for idea in state["ideas"] if "seed" in idea]
+    seeds = [seed for first, count in ranges for seed in range(first, first + count)]
+    assert len(ranges) > 3 and len(seeds) == len(set(seeds)) and max(seeds) < state["seed"]
+    (folder / "b.env").write_text("MLP_SLOPE=-0.05")  # an edited idea is a new one
+    os.utime(folder / "b.env", (99, 99))
+    again = run(folder, Runner())
+    assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
+
+
+# ---- A whole loop ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
+    pytest.importorskip("matplotlib")
+    root, ideas = tmp_path / "root", tmp_path / "ideas"
+    subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(root)], check=True)
+    for file in (REPOSITORY / "tools").glob("*.py"):  # as they are here
+        (root / "tools" / file.name).write_bytes(file.read_bytes())
+    (root / "train_gpt.py").write_bytes((REPOSITORY / "train_gpt.py").read_bytes())
+    data = make_shards(tmp_path)
+    ideas.mkdir()
+    (ideas / "rate.env").write_text("TIED_EMBED_LR=0.05")
+    (ideas / "typo.env").write_text("TIED_EMBED=0.05")
+    source = (root / "train_gpt.py").read_text()
+    (ideas / "same.py").write_text(source.replace("4.7750", "4.775"))
+    settings = tiny_arguments(data, ITERATIONS=20, TIED_EMBED_LR=0.0001)
+    command = [sys.executable, str(root / "tools/loop.py"), str(ideas), "--jobs", "2", "--diff", "0.01", "--finish",
+               "--settings", *settings, "SEED=5"]
+
+    def start():
+        return subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    process = start()
+    while len([*(root / "logs").glob("*/final_model.int8.ptz")]) < 3 and process.poll() is None:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    logs = {log: log.stat().st_mtime for log in (root / "logs").glob("*.jsonl") if '"final"' in log.read_text()}
+    process = start()
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, output + errors
+    assert all(log.stat().st_mtime == then for log, then in logs.items())  # nothing is trained twice
+    state = json.loads((ideas / "loop.json").read_text())
+    verdicts = {idea["name"]: (idea["verdict"], idea["why"]) for idea in state["ideas"]}
+    assert verdicts["rate"][0] == "kept" and verdicts["typo"][0] == "invalid" and "TIED_EMBED" in verdicts["typo"][1]
+    assert verdicts["same"][0] == "invalid" and "equal to start" in verdicts["same"][1]
+    assert state["claim"]["high"] < 0 and "text that no other run has scored" in output
+    assert (ideas / "loop.png").stat().st_size > 9000
