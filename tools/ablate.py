@@ -48,7 +48,7 @@ from common import (
     ROOT, can_lock, count_cores, gpu_names, load_json, pairs_of, read_settings, require_packages, table,
 )
 from effects import (
-    ERROR, MOST_PAIRS, Effect, Run, compare_all, content_of, correct_for_selection, differences_of, differing,
+    ERROR, MOST_PAIRS, SAME, Effect, Run, compare_all, content_of, correct_for_selection, differences_of, differing,
     judge_all, limits_of, note_check, p_of, pairs_needed, pairs_of_seeds, read_run, read_runs,
 )
 from events import check_logs, limited, prepare_output, read_events
@@ -313,11 +313,16 @@ class Runner:
                     process.communicate()
                     return f"it hung: its log has not grown for {self.patience / 60:.3g} minutes (--patience)"
 
-    def minutes_for(self, runs: int) -> str:
-        """Return how long so many runs will take, if runs of this command tell."""
-        if not self.took or not runs:
+    def minutes_for(self, trials: list[tuple[Arm, int]]) -> str:
+        """Return how long the trials will take, if runs of this command, or of such a length, tell."""
+        if not trials:
             return ""
-        return f", about {math.ceil(runs / self.jobs) * statistics.median(self.took) / 60:.1f} min"
+        wanted = trials[0][0].content
+        known = self.took or [run.log.stat().st_mtime - run.began for run in self.runs
+                              if all(run.content[name] == wanted[name] for name in SAME)]
+        if not known:
+            return "; the first ones will tell how long they take"
+        return f", about {math.ceil(len(trials) / self.jobs) * statistics.median(known) / 60:.1f} min"
 
     def train(self, trial: tuple[Arm, int]) -> None:
         """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm. If another command trains it, or a
@@ -410,7 +415,7 @@ def train_all(arms: list[Arm], seeds, runner: Runner, folders: list[Path]) -> in
     for arm in arms:
         arm.add(runner.runs)
     trials = missing_runs(arms, seeds)
-    runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{runner.minutes_for(len(trials))}")
+    runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{runner.minutes_for(trials)}")
     list(runner.pool.map(runner.train, trials))
     for arm in arms:
         arm.add(runner.runs)
@@ -500,6 +505,8 @@ def sentence(facts: dict, has_lengths: bool) -> str:
         text = f"it is worse: {text}" if is_worse else f"of {facts['diff']:g} or more: {text}"
     if facts["verdict"] == "better":
         text += f"; without what the selection adds {facts['effect_corrected']:+.4f}"
+        if facts["spread"] > facts["diff"]:
+            text += "; pairs vary by more than --diff, so rare bad runs may have been missed"
     if facts["verdict"] == "undecided" and pairs > 1:
         needed = max(pairs + 1, facts["pairs_needed"])
         option = f"{needed} pairs: --most-seeds {needed}" if needed < MOST_PAIRS else f"more than {MOST_PAIRS} pairs"
@@ -595,24 +602,29 @@ def list_tried(word: str, folders: list[Path]) -> list[str]:
     return [about, *table(header, rows)]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ablate.py and loop.py share."""
+    parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
+    parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
+                        help="of all runs; SEED is the first seed")
+    parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
+                        help="the gain that matters (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
+                        help="runs at the same time, each on a GPU of its own or a share of the cores")
+    parser.add_argument("--patience", type=limited(0), default=30, metavar="N",
+                        help="a run has failed if its log does not grow for N minutes (default: %(default)s)")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variations", nargs="*", metavar="'NAME [script=FILE] VARIABLE=value ...'", help="or: tried [WORD]")
-    parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
-    parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
-                        help="of all; SEED is the first seed")
-    parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
-                        help="the gain that matters (default: %(default)s)")
+    add_options(parser)
     parser.add_argument("--most-seeds", type=int, choices=range(1, MOST_PAIRS + 1), default=12, metavar="N",
                         help="default: %(default)s")
     parser.add_argument("--error", choices=("family", "each"), default="family",
                         help="whether 5 %% for a false \"better\" are of all variations together (the default), or of each")
     parser.add_argument("--horizons", type=read_horizons, default=[], metavar="N,N", help="compare at each of these ITERATIONS")
     parser.add_argument("--seconds", type=limited(0), default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
-    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
-                        help="runs at the same time, each on a GPU of its own or a share of the cores")
-    parser.add_argument("--patience", type=limited(0), default=30, metavar="N",
-                        help="a run has failed if its log does not grow for N minutes (default: %(default)s)")
     parser.add_argument("--from", dest="folders", nargs="*", action="extend", type=Path, default=[], metavar="FOLDER",
                         help="more logs")
     parser.add_argument("--plot", type=lambda file: Path(file).resolve(), metavar="FILE", help="draw the effects")

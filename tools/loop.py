@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -35,12 +36,12 @@ from pathlib import Path
 
 import numpy as np
 from ablate import (
-    FOR_ALL, LOGS, Arm, Runner, check_against, check_length, last_line, load_validation,
+    FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line, load_validation,
     make_plans, model_of, train_all,
 )
 from common import ROOT, only_one, pairs_of, read_settings, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
-from events import check_logs, limited, prepare_output
+from events import check_logs, prepare_output
 from plot import own_style, plain_label
 
 SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
@@ -167,7 +168,8 @@ class Loop:
         arm = Arm("start", self.folder / "loop" / "start" / "train_gpt.py", dict(self.state["settings"]))
         for place in numbers:
             idea = self.state["ideas"][place]
-            arm.name, copy = f"{place}_{idea['digest']}", self.folder / idea["copy"]
+            arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}")
+            copy = self.folder / idea["copy"]
             if copy.suffix == ".py":
                 arm.script, arm.given = copy, f"script={idea['name']}.py"
                 continue
@@ -434,15 +436,7 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--base", help="file with settings of the start, one VARIABLE=value a line")
-    parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
-                        help="of all runs; SEED is the first seed")
-    parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
-                        help="the gain that matters (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
-                        help="runs at the same time, each on a GPU of its own or a share of the cores")
-    parser.add_argument("--patience", type=limited(0), default=30, metavar="N",
-                        help="a run has failed if its log does not grow for N minutes (default: %(default)s)")
+    add_options(parser)
     parser.add_argument("--finish", action="store_true", help="end when all ideas are tried, and measure the claim")
     options = parser.parse_args()
     if not options.folder.is_dir():
