@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import ablate
@@ -240,6 +241,43 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert "OMP_NUM_THREADS" not in ablate.Runner(1, print).environment
     assert int(ablate.Runner(64, print).environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_runs_that_hang_or_are_killed_are_named(tmp_path):
+    runner, log = ablate.Runner(1, print, patience=0.4), tmp_path / "run.jsonl"
+    assert runner.start([sys.executable, "-c", "import time; time.sleep(60)"], sys.stderr).startswith("it hung: its log has not grown")
+    writes = f"import time\nfor _ in range(8): time.sleep(0.1); open({str(log)!r}, 'a').write('x')"
+    assert runner.start([sys.executable, "-c", writes], sys.stderr, log) == ""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert "SIGKILL; the system does this when memory is short" in runner.start([sys.executable, "-c", code], sys.stderr)
+
+
+def test_variations_must_differ_and_share_their_text(tmp_path):
+    plans = {}
+    for name, size in (("a", 100), ("b", 100), ("c", 101)):
+        (tmp_path / name).mkdir()
+        shard, manifest = tmp_path / name / "x_val_000000.bin", tmp_path / name / "manifest.json"
+        shard.write_bytes(name.encode())
+        entry = {"file": shard.name, "sha256": sha256(name.encode()).hexdigest()}
+        manifest.write_text(json.dumps({"splits": {"val": {"shards": [entry], "decoded_bytes": size}}}))
+        plans[name] = {"config": {"DATA_PATH": str(tmp_path / name), "TRAIN_SEQ_LEN": 32}, "val_bytes": size}
+    first, same, other = [ablate.Arm(name, tmp_path, {}, plan=plans[name], content={"data": name}) for name in "abc"]
+    ablate.check_against(first, same)  # other shards, such as another tokenizer's, of one text
+    with pytest.raises(ValueError, match="c is scored on another text than a: 101 bytes, not 100 bytes"):
+        ablate.check_against(first, other)
+    with pytest.raises(ValueError, match="a is equal to a"):
+        ablate.check_against(first, first)
+    (tmp_path / "a" / "x_val_000000.bin").write_bytes(b"changed")
+    os.utime(tmp_path / "a" / "manifest.json", (1, 1))
+    with pytest.raises(ValueError, match="x_val_000000.bin is not the shard that .* lists"):
+        ablate.check_shards(tmp_path / "a")
+    os.utime(tmp_path / "b" / "manifest.json", (1, 1))  # copied, but equal
+    ablate.check_shards(tmp_path / "b")
+
+
+def test_the_order_of_a_pair_alternates(tmp_path):
+    arms = [ablate.Arm(name, tmp_path, {}, content={"name": name}) for name in "ab"]
+    assert [arm.name for arm, _ in ablate.missing_runs(arms, range(4))] == [*"abbaabba"]
 
 
 def test_no_run_is_trained_twice(tmp_path, monkeypatch):

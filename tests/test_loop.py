@@ -124,7 +124,7 @@ def test_a_loop_ends_as_if_it_had_never_been_stopped(folder, monkeypatch):
     assert verdicts == {"a": "dropped", "b": "kept", "c": "dropped", "d": "kept", "e": "invalid", "f": "failed"}
     assert whole["kept"] == [1, 3] and "SEED must be equal" in whole["ideas"][4]["why"]
     table = (folder / "loop.md").read_text()
-    assert "| b | -0.01" in table and "confirmation: p = " in table
+    assert "| b | -0.0" in table and "confirmation: p = " in table
     write = loops.write_whole
     moments = [("compare", number) for number in range(1, runner.work + 1)]
     moments += [("write", number) for number in range(1, 14)]
@@ -159,6 +159,23 @@ def test_no_seed_is_used_twice(folder):
     os.utime(folder / "b.env", (99, 99))
     again = run(folder, Runner())
     assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
+
+
+def test_the_claim_has_its_own_half_of_the_text(tmp_path):
+    data = make_shards(tmp_path)
+    whole = np.fromfile(next(data.glob("*_val_*.bin")), dtype="<u2", offset=1024)
+    train = [{"file": file.name} for file in data.glob("*_train_*.bin")]
+    splits = {"train": {"shards": train}, "val": {"shards": [], "tokens": len(whole), "decoded_bytes": 5}}
+    (data / "manifest.json").write_text(json.dumps({"splits": splits}))
+    loops.divide_text(data, tmp_path / "loop")
+    loops.divide_text(data, tmp_path / "loop")  # again, after a stop
+    halves = [loops.load_validation(*tiny_arguments(tmp_path / "loop" / name)).tokens for name in ("seen", "unseen")]
+    shards = [np.fromfile(next((tmp_path / "loop" / name).glob("*_val_*.bin")), dtype="<u2", offset=1024) for name in ("seen", "unseen")]
+    assert np.array_equal(np.concatenate(shards), whole) and abs(len(shards[0]) - len(shards[1])) <= 1
+    for half, shard in zip(halves, shards):
+        assert np.array_equal(half, shard[:len(half)]) and len(half) > len(shard) - 32
+    train = next((tmp_path / "loop" / "seen").glob("*_train_*.bin"))
+    assert train.read_bytes() == next(data.glob("*_train_*.bin")).read_bytes()
 
 
 # ---- A whole loop ----------------------------------------------------------------------

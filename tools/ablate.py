@@ -223,8 +223,9 @@ def read_text(plan: dict) -> str:
     """Return what tells a validation text from others: its bytes, whatever the tokenizer; without a
     manifest, those that are scored, which depend on the length of a row."""
     manifest = Path(plan["config"]["DATA_PATH"], "manifest.json")
-    if manifest.exists():
-        return f"{load_json(manifest)['splits']['val']['decoded_bytes']:,} bytes"
+    size = load_json(manifest)["splits"]["val"].get("decoded_bytes") if manifest.exists() else None
+    if size:
+        return f"{size:,} bytes"
     return f"{plan['val_bytes']:,} bytes in rows of {plan['config']['TRAIN_SEQ_LEN']}"
 
 

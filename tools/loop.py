@@ -39,7 +39,7 @@ from ablate import (
     FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line, load_validation,
     make_plans, model_of, train_all,
 )
-from common import ROOT, only_one, pairs_of, read_settings, require_packages, table
+from common import ROOT, load_json, only_one, pairs_of, read_settings, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import check_logs, prepare_output
 from plot import own_style, plain_label
@@ -174,7 +174,7 @@ class Loop:
                 arm.script, arm.given = copy, f"script={idea['name']}.py"
                 continue
             own, _ = read_settings(copy)
-            for variable in sorted(FOR_ALL & own.keys()):
+            for variable in sorted((FOR_ALL | {"DATA_PATH"}) & own.keys()):
                 raise ValueError(f"{variable} must be equal in all runs")
             arm.settings |= own
             arm.given = " ".join(f"{name}={value}" for name, value in own.items())
@@ -199,6 +199,30 @@ def row_of(idea: dict) -> list:
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
     interval = "{low:+.4f} to {high:+.4f}".format(**idea) if idea.get("pairs", 0) > 1 else ""
     return [idea["name"], effect, interval, idea.get("pairs", ""), idea["runs"], idea["verdict"] or "waiting", idea["why"]]
+
+
+def divide_text(data: Path, folder: Path) -> None:
+    """Write two data folders into `folder`, "seen" and "unseen", with the halves of the validation text of
+    `data`. The rest is linked."""
+    from train_gpt import HEADER_BYTES
+    shards = sorted(data.glob("*_val_[0-9]*.bin"))
+    tokens = np.hstack([np.fromfile(shard, dtype="<u2", offset=HEADER_BYTES) for shard in shards])
+    header = np.fromfile(shards[0], dtype="<i4", count=HEADER_BYTES // 4)
+    for name, part in zip(("seen", "unseen"), np.array_split(tokens, 2)):
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        for file in data.resolve().iterdir():
+            if file not in {shard.resolve() for shard in shards} and file.name != "manifest.json":
+                (place / file.name).unlink(missing_ok=True)
+                (place / file.name).symlink_to(file)
+        header[2] = len(part)
+        content = header.tobytes() + part.tobytes()
+        (place / shards[0].name).write_bytes(content)
+        if (data / "manifest.json").exists():
+            manifest = load_json(data / "manifest.json")
+            entry = {"file": shards[0].name, "tokens": len(part), "sha256": sha256(content).hexdigest()}
+            manifest["splits"]["val"] = {"shards": [entry], "tokens": len(part)}
+            write_whole(place / "manifest.json", json.dumps(manifest, indent=1))
 
 
 def note(idea: dict, differences: list[float]) -> None:
@@ -305,16 +329,14 @@ def measure_claim(loop: Loop, runner: Runner) -> None:
     compare(start, [best], state["claim_seed"], CLAIMED, runner)
     if best.verdict:
         raise ValueError(f"the claim cannot be measured: {best.reason}")
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
-    settings = [f"{name}={start.plan['config'][name]}" for name in names]
-    text = load_validation(*settings)
-    seen = load_validation(*settings, f"VAL_TOKENS={start.plan['config']['VAL_TOKENS']}")
-    tokens, size = text.tokens[seen.num_targets:], text.bytes - seen.bytes
+    names = ("TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
+    unseen = load_validation(*(f"{name}={start.plan['config'][name]}" for name in names),
+                             f"DATA_PATH={loop.folder / 'loop' / 'unseen'}")
     pairs = [pair for pair in pairs_of_seeds(start.runs, best.runs) if pair[0].seed >= state["claim_seed"]]
-    rows = [nats_of_blocks(best, two, tokens) - nats_of_blocks(start, one, tokens) for one, two in pairs]
-    differences = np.array(rows) / math.log(2) / size * BLOCKS
+    rows = [nats_of_blocks(best, two, unseen.tokens) - nats_of_blocks(start, one, unseen.tokens) for one, two in pairs]
+    differences = np.array(rows) / math.log(2) / unseen.bytes * BLOCKS
     state["claim"] = {**claim_of(differences), "runs": 2 * len(pairs), "verdict": "measured",
-                      "why": f"on new seeds and {size:,} bytes of text that no other run has scored"}
+                      "why": f"on new seeds and {unseen.bytes:,} bytes of text that no other run has scored"}
     loop.save()
 
 
@@ -406,10 +428,8 @@ def open_loop(options, environment: dict) -> Loop:
     if not (folder / "loop.json").exists():
         start = loop.arm_of(None)
         make_plans([start], environment)
-        if "VAL_TOKENS" not in settings:
-            length = start.plan["config"]["TRAIN_SEQ_LEN"]
-            half = start.plan["val_tokens"] // 2 // length * length
-            loop.state["settings"] = {**settings, "VAL_TOKENS": str(half)}
+        divide_text(Path(start.plan["config"]["DATA_PATH"]), folder / "loop")
+        loop.state["settings"] = {**settings, "DATA_PATH": str(folder / "loop" / "seen")}
         loop.save()
     return loop
 
