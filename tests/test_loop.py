@@ -216,5 +216,5 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
     verdicts = {idea["name"]: (idea["verdict"], idea["why"]) for idea in state["ideas"]}
     assert verdicts["rate"][0] == "kept" and verdicts["typo"][0] == "invalid" and "TIED_EMBED" in verdicts["typo"][1]
     assert verdicts["same"][0] == "invalid" and "equal to start" in verdicts["same"][1]
-    assert state["claim"]["high"] < 0 and "text that no other run has scored" in output
+    assert state["claim"]["high"] < 0 and "that no other run has scored" in output
     assert (ideas / "loop.png").stat().st_size > 9000

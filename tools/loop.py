@@ -3,20 +3,19 @@
     python tools/loop.py ideas/ --base records/presets/cpu_1mb.env --jobs 2 \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
 
-An idea is a file in the folder: NAME.py, a script, or NAME.env, settings, one VARIABLE=value a line. People
-or programs may add files while the loop runs. Each idea is compared with the best model so far:
+An idea is a file in the folder: NAME.py, a script, or NAME.env, settings, one VARIABLE=value a line.
+People or programs may add files while the loop runs. Each is compared with the best model so far:
 
-    screening      1 to 4 seeds, which all ideas share; an idea that does not look better is dropped
-    confirmation   4 to 16 seeds that nothing has used; an idea that is clearly better is kept, and the next
-                   ones are added to it. A kept script replaces the script; settings are added to it
+    screening      1 to 4 seeds that all ideas share; what does not look better is dropped
+    confirmation   4 to 16 seeds that nothing has used; what is clearly better is kept, and the
+                   next ideas are added to it: settings to settings; a script replaces the script
 
-On average, at most a tenth of the kept ideas are false: the error of each confirmation is set by LORD++
-(arXiv:1710.00499). With --finish, the loop ends when all ideas in the folder are tried, and measures
-the claim, best against start, once: on new seeds, and on the second half of the validation text, which
-no earlier run has scored.
+On average, at most a tenth of the kept ideas are false, by LORD++ (arXiv:1710.00499). With --finish,
+the loop ends when all ideas in the folder are tried. Then it measures the claim, best against start,
+once: on new seeds, and on the second half of the validation text, which no other run has scored.
 
-The folder also has loop.json, all that the loop knows; loop.md, a table; and loop.png. After a stop,
-even by kill -9, the same command resumes.
+The folder also has loop.json, all that the loop knows; loop.md, a table; and loop.png. After a
+stop, even by kill -9, the same command resumes.
 """
 
 import argparse
@@ -36,8 +35,8 @@ from pathlib import Path
 
 import numpy as np
 from ablate import (
-    FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line, load_validation,
-    make_plans, model_of, train_all,
+    FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line,
+    load_validation, make_plans, model_of, train_all,
 )
 from common import ROOT, load_json, only_one, pairs_of, read_settings, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
@@ -72,8 +71,8 @@ def confirm(differences: list[float], level: float, diff: float) -> str:
 
 
 def next_level(was_kept: list[bool]) -> float:
-    """Return the error of the next confirmation, by LORD++ (Ramdas et al. 2017, arXiv:1710.00499), from
-    which of those before kept their idea. Each idea that is kept earns error for those after it."""
+    """Return the error of the next confirmation, by LORD++ (Ramdas et al. 2017, arXiv:1710.00499),
+    from which of those before kept their idea. Each one that did earns error for those after it."""
     numbers = np.arange(1, len(was_kept) + 2)
     spent = np.log(np.maximum(numbers, 2)) / (numbers * np.exp(np.sqrt(np.log(numbers))))
     spent *= 0.07720838  # all terms add up to 1 (Javanmard and Montanari 2018, arXiv:1603.09000)
@@ -91,7 +90,8 @@ def claim_of(differences: np.ndarray) -> dict:
     mean = differences.mean()
     variance = differences.mean(1).var(ddof=1) / seeds + differences.mean(0).var(ddof=1) / blocks
     reach = -special.stdtrit(min(seeds, blocks) - 1, ERROR) * math.sqrt(variance)
-    return {"effect": float(mean), "low": float(mean - reach), "high": float(mean + reach), "pairs": seeds}
+    low, high = float(mean - reach), float(mean + reach)
+    return {"effect": float(mean), "low": low, "high": high, "pairs": seeds}
 
 
 # ---- The folder ------------------------------------------------------------------------
@@ -108,30 +108,32 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Loop:
-    """A folder of ideas, and what is known of them. `state` is loop.json: the settings of all runs, the
-    next seed that nothing has used, the first seed of the screening, the ideas in the order in which
-    they came, the numbers of those that were kept, and the claim."""
+    """A folder of ideas, and what is known of them. `state` is loop.json: the settings of all runs,
+    the next seed that nothing has used, the first seed of the screening, the ideas as they came, the
+    numbers of those that were kept, whether each confirmation kept its idea, and the claim."""
     def __init__(self, folder: Path, settings: dict, seed: int, diff: float):
         self.folder, self.diff, self.known = folder, diff, {}
         file = folder / "loop.json"
         if file.exists():
             self.state = json.loads(file.read_text(encoding="utf-8"))
             if self.state["given"] != [settings, diff]:
-                raise ValueError(f"{file} was made with other settings: {self.state['given']}, not {[settings, diff]}; "
-                                 "repeat them, or use another folder")
+                raise ValueError(f"{file} was made with other settings: {self.state['given']}, "
+                                 f"not {[settings, diff]}; repeat them, or use another folder")
             return
         self.keep_copy("start", ROOT / "train_gpt.py")
-        self.state = {"given": [settings, diff], "settings": settings, "seed": seed, "ideas": [], "kept": [],
-                      "confirmed": [], "claim": None}
+        self.state = {"given": [settings, diff], "settings": settings, "seed": seed, "ideas": [],
+                      "kept": [], "confirmed": [], "claim": None}
         self.state["screening"] = self.take_seeds(SCREENED)
 
     def save(self) -> None:
         write_whole(self.folder / "loop.json", json.dumps(self.state, indent=1))
-        write_whole(self.folder / "loop.md", "\n".join(table(HEADER, map(row_of, self.rows()))) + "\n")
+        lines = table(HEADER, map(row_of, self.rows()))
+        write_whole(self.folder / "loop.md", "\n".join(lines) + "\n")
 
     def keep_copy(self, name: str, file: Path) -> str:
-        """Copy an idea's file, which may be edited meanwhile, and return the copy's path in the folder."""
-        copy = self.folder / "loop" / name / ("train_gpt.py" if file.suffix == ".py" else "settings.env")
+        """Copy an idea's file, which may be edited meanwhile. Return the copy's path in the folder."""
+        kind = "train_gpt.py" if file.suffix == ".py" else "settings.env"
+        copy = self.folder / "loop" / name / kind
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
         return str(copy.relative_to(self.folder))
@@ -142,7 +144,8 @@ class Loop:
         return self.state["seed"] - count
 
     def find_ideas(self) -> bool:
-        """Add the ideas that are new in the folder, oldest first. Return whether a file is being written."""
+        """Add the ideas that are new in the folder, oldest first. Return whether a file is so new
+        that it may still be written."""
         known = {(idea["name"], idea["digest"]) for idea in self.state["ideas"]}
         files = [file for suffix in ("py", "env") for file in self.folder.glob(f"[!.]*.{suffix}")]
         is_written = False
@@ -155,7 +158,8 @@ class Loop:
                 is_written = True
                 continue
             copy = self.keep_copy(f"{len(self.state['ideas']):03d}_{digest}", file)
-            self.state["ideas"].append({"name": file.stem, "digest": digest, "copy": copy, "verdict": "", "why": "", "runs": 0})
+            self.state["ideas"].append({"name": file.stem, "digest": digest, "copy": copy,
+                                        "verdict": "", "why": "", "runs": 0})
             self.save()
         return is_written
 
@@ -165,7 +169,8 @@ class Loop:
         kept = self.state["kept"]
         before = kept[:kept.index(number)] if number in kept else kept
         numbers = [] if number is None else [*before, number]
-        arm = Arm("start", self.folder / "loop" / "start" / "train_gpt.py", dict(self.state["settings"]))
+        script = self.folder / "loop" / "start" / "train_gpt.py"
+        arm = Arm("start", script, dict(self.state["settings"]))
         for place in numbers:
             idea = self.state["ideas"][place]
             arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}")
@@ -198,12 +203,13 @@ def row_of(idea: dict) -> list:
     """Return an idea as a row of loop.md."""
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
     interval = "{low:+.4f} to {high:+.4f}".format(**idea) if idea.get("pairs", 0) > 1 else ""
-    return [idea["name"], effect, interval, idea.get("pairs", ""), idea["runs"], idea["verdict"] or "waiting", idea["why"]]
+    return [idea["name"], effect, interval, idea.get("pairs", ""), idea["runs"],
+            idea["verdict"] or "waiting", idea["why"]]
 
 
 def divide_text(data: Path, folder: Path) -> None:
-    """Write two data folders into `folder`, "seen" and "unseen", with the halves of the validation text of
-    `data`. The rest is linked."""
+    """Write two data folders into `folder`, "seen" and "unseen", with the halves of the validation
+    text of `data`. The rest is linked."""
     from train_gpt import HEADER_BYTES
     shards = sorted(data.glob("*_val_[0-9]*.bin"))
     tokens = np.hstack([np.fromfile(shard, dtype="<u2", offset=HEADER_BYTES) for shard in shards])
@@ -220,7 +226,7 @@ def divide_text(data: Path, folder: Path) -> None:
         (place / shards[0].name).write_bytes(content)
         if (data / "manifest.json").exists():
             manifest = load_json(data / "manifest.json")
-            entry = {"file": shards[0].name, "tokens": len(part), "sha256": sha256(content).hexdigest()}
+            entry = {"file": shards[0].name, "sha256": sha256(content).hexdigest()}
             manifest["splits"]["val"] = {"shards": [entry], "tokens": len(part)}
             write_whole(place / "manifest.json", json.dumps(manifest, indent=1))
 
@@ -236,14 +242,16 @@ def note(idea: dict, differences: list[float]) -> None:
 # ---- Trying ----------------------------------------------------------------------------
 
 
-def compare(best: Arm, arms: list[Arm], first_seed: int, count: int, runner: Runner) -> list[list[float]]:
+def compare(best: Arm, arms: list[Arm], first_seed: int, count: int,
+            runner: Runner) -> list[list[float]]:
     """Train the arms and the best one with `count` seeds, and return the differences of each arm's
     pairs. Raises ValueError if the best one fails."""
     seeds = range(first_seed, first_seed + count)
     train_all([best, *arms], seeds, runner, [LOGS])
     if best.verdict:
         raise ValueError(f"the best model so far, {best.name}, is {best.verdict}: {best.reason}")
-    return [differences_of([pair for pair in pairs_of_seeds(best.runs, arm.runs) if pair[0].seed in seeds]) for arm in arms]
+    used = [run for run in best.runs if run.seed in seeds]
+    return [differences_of(pairs_of_seeds(used, arm.runs)) for arm in arms]
 
 
 def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
@@ -263,13 +271,15 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
         alive = [number for number in arms if not ideas[number]["verdict"]]
         if not alive:
             return
-        found = compare(best, [arms[number] for number in alive], loop.state["screening"], count, runner)
+        first_seed = loop.state["screening"]
+        found = compare(best, [arms[number] for number in alive], first_seed, count, runner)
         for number, differences in zip(alive, found):
             if not arms[number].verdict:
                 note(ideas[number], differences)
                 ideas[number]["runs"] = count
                 if is_hopeless(differences, loop.diff):
-                    ideas[number] |= {"verdict": "dropped", "why": f"in screening, after {count} seeds"}
+                    why = f"screening: no better after {count} seed{'s' * (count > 1)}"
+                    ideas[number] |= {"verdict": "dropped", "why": why}
     settle(loop, arms)
     for number in [number for number in arms if not ideas[number]["verdict"]]:
         confirm_idea(loop, number, best, arms[number], runner)
@@ -286,10 +296,11 @@ def settle(loop: Loop, arms: dict[int, Arm]) -> None:
 
 
 def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -> None:
-    """Compare an idea with the best one on seeds that nothing has used, until it is kept or dropped."""
+    """Compare an idea with the best one on seeds that nothing has used, until it is kept or
+    dropped."""
     idea, state = loop.state["ideas"][number], loop.state
-    if "seed" not in idea or idea["against"] != len(state["kept"]):
-        idea |= {"seed": loop.take_seeds(CONFIRMED), "against": len(state["kept"])}
+    if "seed" not in idea:
+        idea["seed"] = loop.take_seeds(CONFIRMED)
         loop.save()  # before the first run: these seeds are used
     level = next_level(state["confirmed"])
     screened, count, verdict = idea["runs"], LOOK_FROM, ""
@@ -309,7 +320,7 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
     state["confirmed"].append(verdict == "kept")
     if verdict == "kept":
         state["kept"].append(number)
-        state["screening"] = loop.take_seeds(SCREENED)  # where it looked good, later ones would look bad
+        state["screening"] = loop.take_seeds(SCREENED)  # the old ones flatter what was kept
     loop.save()
 
 
@@ -332,11 +343,12 @@ def measure_claim(loop: Loop, runner: Runner) -> None:
     names = ("TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
     unseen = load_validation(*(f"{name}={start.plan['config'][name]}" for name in names),
                              f"DATA_PATH={loop.folder / 'loop' / 'unseen'}")
-    pairs = [pair for pair in pairs_of_seeds(start.runs, best.runs) if pair[0].seed >= state["claim_seed"]]
-    rows = [nats_of_blocks(best, two, unseen.tokens) - nats_of_blocks(start, one, unseen.tokens) for one, two in pairs]
+    pairs = pairs_of_seeds([run for run in start.runs if run.seed >= state["claim_seed"]], best.runs)
+    rows = [nats_of_blocks(best, two, unseen.tokens) - nats_of_blocks(start, one, unseen.tokens)
+            for one, two in pairs]
     differences = np.array(rows) / math.log(2) / unseen.bytes * BLOCKS
     state["claim"] = {**claim_of(differences), "runs": 2 * len(pairs), "verdict": "measured",
-                      "why": f"on new seeds and {unseen.bytes:,} bytes of text that no other run has scored"}
+                      "why": f"on new seeds and {unseen.bytes:,} bytes that no other run has scored"}
     loop.save()
 
 
@@ -363,7 +375,8 @@ def print_rows(script: str, settings: list[str]) -> None:
     model = train_gpt.GPT(config)
     train_gpt.load_weights(model, config.init_from)
     model.compute_dtype = torch.float32
-    model.float().eval().to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    uses_gpu = config.device != "cpu" and torch.cuda.is_available()
+    model.float().eval().to("cuda" if uses_gpu else "cpu")
     tokens, length = np.load("tokens.npy").astype(np.int64), config.train_seq_len
     count = (len(tokens) - 1) // length * length
     inputs, targets = tokens[:count].reshape(-1, length), tokens[1:count + 1].reshape(-1, length)
@@ -382,7 +395,7 @@ def print_rows(script: str, settings: list[str]) -> None:
 
 @own_style()
 def draw(loop: Loop) -> None:
-    """Draw each idea's effect on top of those that were kept before it, with its interval, and the claim."""
+    """Draw each idea's effect on top of those that were kept before it, its interval, and the claim."""
     from matplotlib.figure import Figure
     picture = Figure(figsize=(9, 4.5), dpi=100, layout="constrained")
     axes, level, path = picture.subplots(), 0.0, [(0, 0.0)]
@@ -399,12 +412,13 @@ def draw(loop: Loop) -> None:
         if idea["verdict"] == "kept":
             level += idea["effect"]
         if idea["verdict"] in colors:
-            axes.annotate(plain_label(idea["name"]), (place, value), xytext=(6, 6), textcoords="offset points")
+            axes.annotate(plain_label(idea["name"]), (place, value), xytext=(6, 6),
+                          textcoords="offset points")
         path.append((place, 1000 * level))
     axes.step(*zip(*path), where="post", color="C0", linewidth=1)
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.set(title="against the start; bars: 90 % intervals, from 4 pairs on; blue: kept; grey: not kept; orange: the claim",
-             xlabel="idea", ylabel="thousandths of a bit per byte")
+    title = "against the start; blue: kept; grey: not kept; orange: the claim; bars: 90 %, from 4 pairs on"
+    axes.set(title=title, xlabel="idea", ylabel="thousandths of a bit per byte")
     axes.title.set_fontsize(10)
     axes.set_xticks(range(1, len(loop.rows()) + 1))
     temporary = loop.folder / ".loop.tmp.png"
@@ -413,7 +427,7 @@ def draw(loop: Loop) -> None:
 
 
 def open_loop(options, environment: dict) -> Loop:
-    """Return the loop of a folder. Half of the validation text is kept for the claim. Raises ValueError."""
+    """Return the loop of a folder, whose claim has half of the validation text. Raises ValueError."""
     settings = {}
     if options.base:
         settings, _ = read_settings(options.base)
@@ -454,10 +468,12 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     add_options(parser)
-    parser.add_argument("--finish", action="store_true", help="end when all ideas are tried, and measure the claim")
+    parser.add_argument("--finish", action="store_true",
+                        help="end when all ideas are tried, and measure the claim")
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"{options.folder} is no folder")
