@@ -220,12 +220,15 @@ def check_against(first: Arm, arm: Arm) -> None:
 
 
 def read_text(plan: dict) -> str:
-    """Return what tells a validation text from others: its bytes, whatever the tokenizer; without a
-    manifest, those that are scored, which depend on the length of a row."""
+    """Return what tells a validation text from others: its bytes, whatever the tokenizer; if no manifest
+    has them, its shards, or the bytes that are scored, which depend on the length of a row."""
     manifest = Path(plan["config"]["DATA_PATH"], "manifest.json")
     size = load_json(manifest)["splits"]["val"].get("decoded_bytes") if manifest.exists() else None
     if size:
         return f"{size:,} bytes"
+    shards = {name: digest for name, digest in plan["data_sha256"].items() if "_val_" in name}
+    if shards and all(shards.values()):
+        return str(shards)
     return f"{plan['val_bytes']:,} bytes in rows of {plan['config']['TRAIN_SEQ_LEN']}"
 
 

@@ -330,8 +330,6 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
 def measure_claim(loop: Loop, runner: Runner) -> None:
     """Compare the best model with the start on new seeds and on the text that no run has scored."""
     state = loop.state
-    if not state["kept"]:
-        raise ValueError("no idea was kept: there is nothing to claim")
     start, best = loop.arm_of(None), loop.best(runner.environment)
     make_plans([start], runner.environment)
     if "claim_seed" not in state:
@@ -348,7 +346,8 @@ def measure_claim(loop: Loop, runner: Runner) -> None:
             for one, two in pairs]
     differences = np.array(rows) / math.log(2) / unseen.bytes * BLOCKS
     state["claim"] = {**claim_of(differences), "runs": 2 * len(pairs), "verdict": "measured",
-                      "why": f"on new seeds and {unseen.bytes:,} bytes that no other run has scored"}
+                      "why": f"{len(state['kept'])} kept, on new seeds and {unseen.bytes:,} bytes "
+                             "that no other run has scored"}
     loop.save()
 
 
@@ -462,7 +461,9 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
             break
         else:
             time.sleep(1)
-    if not loop.state["claim"]:
+    if not loop.state["kept"]:
+        runner.say("no idea was kept, so there is nothing to claim")
+    elif not loop.state["claim"]:
         measure_claim(loop, runner)
         draw(loop)
 
