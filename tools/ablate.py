@@ -414,8 +414,8 @@ def missing_runs(arms: list[Arm], seeds) -> list[tuple[Arm, int]]:
     return [*trials.values()]
 
 
-def train_all(arms: list[Arm], seeds, runner: Runner, folders: list[Path]) -> int:
-    """Train what is missing of the arms with these seeds, check it, and return how many runs that were."""
+def train_all(arms: list[Arm], seeds, runner: Runner, folders: list[Path]) -> None:
+    """Train what is missing of the arms with these seeds, and score it again."""
     for arm in arms:
         arm.add(runner.runs)
     trials = missing_runs(arms, seeds)
@@ -425,7 +425,6 @@ def train_all(arms: list[Arm], seeds, runner: Runner, folders: list[Path]) -> in
         arm.add(runner.runs)
         check_scores(arm)
     runner.runs = read_runs(folders)  # with what the checks found
-    return len(trials)
 
 
 def train_until_clear(arms: list[Arm], runner: Runner, options, error: float) -> None:
@@ -577,7 +576,7 @@ def report(rows: list[tuple[dict, Arm, Arm]], lengths: list[list[Arm]], runner: 
         together = ": with 5 % each" if options.error == "each" else " together, by Holm's procedure"
         print(f"5 % for a false \"better\" of {count} comparisons{together}; intervals are of each")
     print(f"against {first.name}; {count_tried(first, runner.runs)}")
-    print(f"{len(runner.took)} runs, {sum(runner.took) / 60:.1f} min of them; for records/ablations.md:")
+    print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one; for records/ablations.md:")
     print("\n".join(table(ROW, [row_of(facts, arm) for facts, _, arm in rows])[2:]))
 
 

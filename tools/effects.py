@@ -46,7 +46,8 @@ class Run(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """Mean of the pairs' differences, the ends of its interval, the pairs, their spread, and p for "no gain at all"."""
+    """Mean of the pairs' differences, the ends of its interval, the number of pairs, their spread,
+    and p of "it does not gain"."""
     mean: float
     low: float
     high: float
@@ -205,10 +206,10 @@ def share_of_look(pairs):
 
 
 def level_of_look(pairs, error: float):
-    """Return the one-sided level of a t-test after this many pairs such that, without an effect, the
-    tests after 2, 3, ..., 64 pairs together are wrong with the probability `error`, however the
-    number of pairs is chosen. SCALE and POWER are fitted to 600,000 simulated sequences of normal
-    differences, for errors of 0.0001 to 0.05; a test simulates them again."""
+    """Return the one-sided level of a t-test after this many pairs. Without an effect, the tests after
+    2, 3, ..., 64 pairs together are wrong with the probability `error`, whenever one stops. SCALE
+    and POWER are fitted to 600,000 simulated sequences of normal differences, for errors of 0.0001
+    to 0.05."""
     return share_of_look(pairs) * SCALE * (error / ERROR) ** POWER
 
 
@@ -245,10 +246,10 @@ def limits_of(differences: list[float]) -> Effect:
 
 
 def judge_all(effects: list[Effect], least: float, count: int, error: float = ERROR) -> list[str]:
-    """Return whether each change is "better", brings "no gain" of `least` bits per byte or more, or is
-    "undecided". "Better" is wrong about none of `count` changes with a probability of 1 - `error`:
-    Holm's procedure (1979, jstor.org/stable/4615733), whose p-values may share their first runs.
-    "No gain" is wrong about each with a probability of ERROR."""
+    """Return whether each change is "better", brings "no gain" of `least` bits per byte or more, or
+    is "undecided". With a probability of 1 - `error`, none of `count` changes is wrongly called
+    better: Holm's procedure (1979, jstor.org/stable/4615733), whose p-values may share runs. Each
+    "no gain" is wrong with a probability of ERROR."""
     verdicts = ["no gain" if effect.low > -least else "undecided" for effect in effects]
     order = sorted(range(len(effects)), key=lambda place: effects[place].p)
     for rank, place in enumerate(order):
@@ -275,8 +276,8 @@ def seen_when_better(most: int) -> tuple[np.ndarray, np.ndarray]:
 
 def correct_for_selection(effect: Effect, most: int) -> float:
     """Return the effect of a change that was called better, without what the selection adds: it was
-    called so as soon as its pairs looked good. If this is the truth, half of such changes look better
-    than this one does; 0 if that takes no effect at all."""
+    called so as soon as its pairs looked good. If this is the truth, half of such changes look
+    better than this one does; 0 if that takes no effect at all."""
     if not effect.spread:
         return effect.mean
     gains, seen = seen_when_better(max(most, effect.pairs))
@@ -287,8 +288,8 @@ def correct_for_selection(effect: Effect, most: int) -> float:
 
 
 def pairs_needed(effect: Effect, least: float) -> int:
-    """Return how many pairs would show an effect of `least` four times in five, if their spread stays
-    what it is; at most MOST_PAIRS."""
+    """Return how many pairs would show an effect of `least` four times in five, if their spread
+    stays what it is; at most MOST_PAIRS."""
     from scipy import special
     counts = np.arange(2, MOST_PAIRS)
     bounds = -special.stdtrit(counts - 1, level_of_look(counts, ERROR))
