@@ -390,10 +390,11 @@ def check_scores(arm: Arm) -> None:
         except ValueError as error:  # perhaps for lack of memory: not for the log
             arm.verdict, arm.reason = "invalid", str(error)
             return
-        note_check(run.log, reason)
         arm.runs[place] = run._replace(checked=reason)
         if reason:
             arm.verdict, arm.reason = "invalid", reason
+        for checked in [known for known in arm.runs if known.log.parent == LOGS] if reason else [run]:
+            note_check(checked.log, reason)
 
 
 def find_wrong_score(arm: Arm, run: Run) -> str:
