@@ -411,7 +411,7 @@ def draw(loop: Loop) -> None:
         if idea["verdict"] == "kept":
             level += idea["effect"]
         if idea["verdict"] in colors:
-            axes.annotate(plain_label(idea["name"]), (place, value), xytext=(6, 6),
+            axes.annotate(plain_label(idea["name"]), (place, value), xytext=(-8, 6), ha="right",
                           textcoords="offset points")
         path.append((place, 1000 * level))
     axes.step(*zip(*path), where="post", color="C0", linewidth=1)
