@@ -210,7 +210,7 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
 
 def check_against(first: Arm, arm: Arm) -> None:
     """Raises ValueError if a variation is equal to the first one, or is scored on another text."""
-    if not (first.plan and arm.plan):
+    if arm.verdict or not (first.plan and arm.plan):
         return
     if first.content == arm.content:
         raise ValueError(f"{arm.name} is equal to {first.name}: {arm.given or 'without settings, it'} changes nothing")
