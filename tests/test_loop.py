@@ -169,7 +169,8 @@ def test_the_claim_has_its_own_half_of_the_text(tmp_path):
     (data / "manifest.json").write_text(json.dumps({"splits": splits}))
     loops.divide_text(data, tmp_path / "loop")
     loops.divide_text(data, tmp_path / "loop")  # again, after a stop
-    halves = [loops.load_validation(*tiny_arguments(tmp_path / "loop" / name)).tokens for name in ("seen", "unseen")]
+    config = {"TRAIN_SEQ_LEN": 32, "TOKENIZER_PATH": "byte260"}
+    halves = [loops.read_text({**config, "DATA_PATH": tmp_path / "loop" / name})[0] for name in ("seen", "unseen")]
     shards = [np.fromfile(next((tmp_path / "loop" / name).glob("*_val_*.bin")), dtype="<u2", offset=1024) for name in ("seen", "unseen")]
     assert np.array_equal(np.concatenate(shards), whole) and abs(len(shards[0]) - len(shards[1])) <= 1
     for half, shard in zip(halves, shards):

@@ -40,7 +40,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import file_digest
 from pathlib import Path
 
@@ -199,9 +198,6 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
                 raise ValueError(f"{arm.name}: {plan['error']}{origin}")
             arm.plan, arm.content = plan, content_of(plan, arm.script.read_text(encoding="utf-8"))
             arm.verdict, arm.reason = plan["verdict"], plan["reason"]
-            found, right = plan["val_bytes"], validation_of(plan).bytes
-            if found != right:
-                arm.verdict, arm.reason = "invalid", f"it counts {found:,} bytes of validation text, which has {right:,}"
     if arms[0].verdict:
         raise ValueError(f"{arms[0].name} is {arms[0].verdict}: {arms[0].reason}")
     for folder in {arm.plan["config"]["DATA_PATH"] for arm in arms if arm.plan}:
@@ -246,20 +242,6 @@ def check_shards(folder: Path) -> None:
                 found = file_digest(file, "sha256").hexdigest()
             if found != entry["sha256"]:
                 raise ValueError(f"{shard} is not the shard that {manifest} lists: prepare the data again")
-
-
-def validation_of(plan: dict):
-    """Return the Validation that this checkout's script would score a plan on."""
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
-    return load_validation(*(f"{name}={plan['config'][name]}" for name in names))
-
-
-@cache
-def load_validation(*settings: str):
-    """Return this checkout's Validation with these settings."""
-    import train_gpt
-    config, _ = train_gpt.load_config(list(settings), {})
-    return train_gpt.Validation(config, train_gpt.Ranks(0, 1, train_gpt.torch.device("cpu")))
 
 
 # ---- Runs ----------------------------------------------------------------------------------------------

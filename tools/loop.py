@@ -36,12 +36,13 @@ from pathlib import Path
 import numpy as np
 from ablate import (
     FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line,
-    load_validation, make_plans, model_of, train_all,
+    make_plans, model_of, train_all,
 )
 from common import ROOT, load_json, only_one, pairs_of, read_settings, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import check_logs, prepare_output
 from plot import own_style, plain_label
+from probe import in_float32, load_script, logits_of, read_text, rows_at_once, rows_of
 
 SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
 LOOK_FROM = 4  # pairs of a confirmation
@@ -338,15 +339,14 @@ def measure_claim(loop: Loop, runner: Runner) -> None:
     compare(start, [best], state["claim_seed"], CLAIMED, runner)
     if best.verdict:
         raise ValueError(f"the claim cannot be measured: {best.reason}")
-    names = ("TOKENIZER_PATH", "VOCAB_SIZE", "TRAIN_SEQ_LEN")
-    unseen = load_validation(*(f"{name}={start.plan['config'][name]}" for name in names),
-                             f"DATA_PATH={loop.folder / 'loop' / 'unseen'}")
+    unseen = {"DATA_PATH": str(loop.folder / "loop" / "unseen")}
+    tokens, size = read_text({**start.plan["config"], **unseen})
     pairs = pairs_of_seeds([run for run in start.runs if run.seed >= state["claim_seed"]], best.runs)
-    rows = [nats_of_blocks(best, two, unseen.tokens) - nats_of_blocks(start, one, unseen.tokens)
+    rows = [nats_of_blocks(best, two, tokens) - nats_of_blocks(start, one, tokens)
             for one, two in pairs]
-    differences = np.array(rows) / math.log(2) / unseen.bytes * BLOCKS
+    differences = np.array(rows) / math.log(2) / size * BLOCKS
     state["claim"] = {**claim_of(differences), "runs": 2 * len(pairs), "verdict": "measured",
-                      "why": f"{len(state['kept'])} kept, on new seeds and {unseen.bytes:,} bytes "
+                      "why": f"{len(state['kept'])} kept, on new seeds and {size:,} bytes "
                              "that no other run has scored"}
     loop.save()
 
@@ -368,23 +368,18 @@ def nats_of_blocks(arm: Arm, run, tokens: np.ndarray) -> np.ndarray:
 def print_rows(script: str, settings: list[str]) -> None:
     """Print the nats of each row of the tokens of tokens.npy, here, by the artifact INIT_FROM."""
     import torch
-    from probe import BATCH_TOKENS, load_script, logits_of
     train_gpt = load_script(script)
     config, _ = train_gpt.load_config(settings, {})
     model = train_gpt.GPT(config)
     train_gpt.load_weights(model, config.init_from)
-    model.compute_dtype = torch.float32
     uses_gpu = config.device != "cpu" and torch.cuda.is_available()
-    model.float().eval().to("cuda" if uses_gpu else "cpu")
-    tokens, length = np.load("tokens.npy").astype(np.int64), config.train_seq_len
-    count = (len(tokens) - 1) // length * length
-    inputs, targets = tokens[:count].reshape(-1, length), tokens[1:count + 1].reshape(-1, length)
-    nats, batch = [], math.ceil(BATCH_TOKENS / length)
+    model = in_float32(model).eval().to("cuda" if uses_gpu else "cpu")
+    device = next(model.parameters()).device
+    inputs, targets = rows_of(np.load("tokens.npy"), config.train_seq_len, device)
+    nats, batch = [], rows_at_once(config)
     with torch.inference_mode():
-        for first in range(0, len(inputs), batch):
-            logits = logits_of(model, inputs[first:first + batch])
-            wanted = torch.from_numpy(targets[first:first + batch])
-            losses = torch.nn.functional.cross_entropy(logits.mT, wanted, reduction="none")
+        for rows, wanted in zip(inputs.split(batch), targets.split(batch)):
+            losses = torch.nn.functional.cross_entropy(logits_of(model, rows).mT, wanted, reduction="none")
             nats += losses.sum(1, dtype=torch.float64).tolist()
     print(json.dumps(nats))
 
