@@ -840,7 +840,7 @@ def set_aside(*paths: Path):
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        print(f"warning: {path} exists and becomes {aside.name}", file=sys.stderr)
+        warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""
