@@ -6,8 +6,9 @@
     python records/make.py --again records/track_open/2026-01-31_Wider    write its texts again
 
 After an interruption, run the same command again: the runs, NAME_seedN, are kept if they have
-finished with these settings and this script. To change blurb, base, in_turn or author, edit them in
-submission.json and run --again. What you write in README.md below the line "## Notes" is kept.
+finished with these settings and this script. A stopped one begins anew, after you have deleted its
+folder in logs/. To change blurb, base, in_turn or author, edit them in submission.json and run
+--again. What you write in README.md below the line "## Notes" is kept.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Say whether changes to settings or to the script make a better model, in as few runs as that takes.
 
-    python tools/ablate.py base 'relu MLP_SLOPE=0' 'mine script=ideas/train_gpt.py' --base records/presets/cpu_1mb.env \\
+    python tools/ablate.py base 'relu MLP_SLOPE=0' 'mine script=ideas/mine.py' --base records/presets/cpu_1mb.env \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
     python tools/ablate.py tried [WORD]      list the comparisons that the logs hold
 
@@ -12,7 +12,7 @@ others are compared with. All train with seed after seed, until each gets a verd
     no gain    it does not gain --diff bits per byte or more; if it does, this is said in 5 % of cases
     undecided  --most-seeds are not enough; with more, the command goes on
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss is
-               not theirs, or an artifact scores otherwise. Not noticed: training on the validation
+               not theirs, or an artifact does not score what its log says. Not noticed: training on the validation
                text, several updates in a step
     failed     a run failed
 
@@ -592,7 +592,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that ablate.py and loop.py share."""
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
-                        help="of all runs; SEED is the first seed")
+                        help="settings of all runs; SEED is the first seed")
     parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
                         help="the gain that matters (default: %(default)s)")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
@@ -606,13 +606,13 @@ def main() -> int:
     parser.add_argument("variations", nargs="*", metavar="'NAME [script=FILE] VARIABLE=value ...'", help="or: tried [WORD]")
     add_options(parser)
     parser.add_argument("--most-seeds", type=int, choices=range(1, MOST_PAIRS + 1), default=12, metavar="N",
-                        help="default: %(default)s")
+                        help="seeds of a variation (default: %(default)s)")
     parser.add_argument("--error", choices=("family", "each"), default="family",
-                        help="whether 5 %% for a false \"better\" are of all variations together (the default), or of each")
+                        help="whether the 5 %% for a false \"better\" hold for all variations together (the default), or for each")
     parser.add_argument("--horizons", type=read_horizons, default=[], metavar="N,N", help="compare at each of these ITERATIONS")
     parser.add_argument("--seconds", type=limited(0), default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--from", dest="folders", nargs="*", action="extend", type=Path, default=[], metavar="FOLDER",
-                        help="more logs")
+                        help="look for finished runs here, too")
     parser.add_argument("--plot", type=lambda file: Path(file).resolve(), metavar="FILE", help="draw the effects")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each variation and length")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Compare the speed of train_gpt.py between commits or settings, by what its logs say.
+"""Compare the speed of train_gpt.py between commits or settings, from its logs.
 
     python tools/bench.py                                  this checkout, in the device's configurations
     python tools/bench.py cpu-small --against HEAD~3       two commits in turn: A, B, A, B, A, B

@@ -11,10 +11,11 @@ People or programs may add files while the loop runs. Each is compared with the 
                    next ideas are added to it: settings to settings; a script replaces the script
 
 On average, at most a tenth of the kept ideas are false, by LORD++ (arXiv:1710.00499). With --finish,
-the loop ends when all ideas in the folder are tried. Then it measures the claim, best against start,
-once: on new seeds, and on the second half of the validation text, which no other run has scored.
+the loop ends when all ideas in the folder are tried. Then it measures the claim, the best model
+against the start, once: on new seeds, and on the second half of the validation text, which no other
+run has scored.
 
-The folder also has loop.json, all that the loop knows; loop.md, a table; and loop.png. After a
+The folder also gets loop.json, all that the loop knows; loop.md, a table; and loop.png. After a
 stop, even by kill -9, the same command resumes.
 """
 

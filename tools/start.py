@@ -5,8 +5,8 @@
     ./run.sh RUN_ID=... RESUME=auto   continue from a checkpoint, with the run's own settings
     ./run.sh test [...]               run the tests; -m slow: the slow ones; -m gpu: those for GPUs
 
-NAME=value, an argument or a variable of the environment, is a setting of train_gpt.py, and wins
-over what is chosen here. PYTHON names the interpreter that makes .venv.
+NAME=value, an argument or a variable of the environment, is a setting of train_gpt.py. It overrides
+what is chosen here. PYTHON names the interpreter that makes .venv.
 """
 
 import argparse
@@ -460,9 +460,10 @@ def conclude(outcome: Outcome) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="of train_gpt.py")
+    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of train_gpt.py")
     parser.add_argument("--preset", default="", metavar="NAME", help=", ".join(presets()))
-    parser.add_argument("--track", default="", choices=TRACKERS, help="also send it the numbers")
+    parser.add_argument("--track", default="", choices=TRACKERS,
+                        help="also send the numbers to this tracker")
     parser.add_argument("--check", action="store_true", help="only check these arguments")
     options = parser.parse_intermixed_args()
     os.chdir(ROOT)
