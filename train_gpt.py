@@ -44,17 +44,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 STARTED = time.monotonic()  # RunLog counts from here, after the imports.
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
-MODEL_FILE = "final_model.int8.ptz"  # the artifact
+MODEL_FILE = "final_model.int8.ptz"  # the artifact (not the floats)
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # of a run, the newest
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # of job systems
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of others
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # to stop
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others'
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # gone
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
-LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}
+LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else from 0
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,13 +63,13 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run, set by its name in capitals. A comment is a setting's help."""
+    """Settings, by names in capitals, with help. Positive: from 1; Share: 0 to 1; Signed: any."""
     # Model: its files store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of products
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # type in products
     train_seq_len: Positive = 4096  # tokens in a row, in training and validation
     vocab_size: Positive = 1024  # tokens in the vocabulary
-    vocab_pad: Positive = 1  # round the tables' rows up to a multiple of N
+    vocab_pad: Positive = 1  # round the rows of embedding and head up to a multiple of N
     num_layers: Positive = 9  # blocks; the first half feeds skips to the second
     model_dim: Positive = 512  # width of the residual stream
     num_heads: Positive = 8  # query heads, which share MODEL_DIM
@@ -81,7 +81,7 @@ class Config:
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
-    exclusive_attn: bool = False  # project a token's own value out of its output
+    exclusive_attn: bool = False  # project its own value out of what a token attends to
     lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
     smear: bool = False  # add a learned share of the token before to each embedding
     # Training: RESUME refuses other values of these.
@@ -90,10 +90,10 @@ class Config:
     overfit: bool = False  # train on the first batch again and again
     train_batch_tokens: Positive = 393216  # tokens in a step, over all ranks
     qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
-    tied_embed_init_std: float = 0.005  # initial deviation of a tied table
-    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: weights normal as in GPT-2
-    dropout: Share = 0.0  # share of channels to drop; ranks draw apart
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon: with AdamW for what is no matrix
+    tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
+    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
+    dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for blocks' matrices, else AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, with Muon
     head_lr: float = 0.008  # learning rate of an untied output head, with Muon
@@ -102,48 +102,48 @@ class Config:
     scalar_lr: float = 0.02  # learning rate of all other parameters, with Muon
     muon_momentum: Share = 0.99  # Muon's momentum after its warm-up
     muon_backend_steps: int = 5  # Newton-Schulz steps of Muon
-    muon_row_norm: bool = False  # first scale the rows of an update to norm 1
+    muon_row_norm: bool = False  # scale rows of an update to 1 before Newton-Schulz
     muon_momentum_warmup_start: Share = 0.92  # Muon's momentum at step 0
     muon_momentum_warmup_steps: int = 1500  # raise Muon's momentum over N steps
     beta1: Share = 0.9  # Adam's decay of the first moment
     beta2: Share = 0.95  # Adam's decay of the second moment
     adam_eps: float = 1e-8  # Adam's epsilon
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
-    weight_decay: float = 0.0  # shrink matrices and tables by N * rate in a step
+    weight_decay: float = 0.0  # shrink matrices, embeddings by N * rate in a step
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # parts of the names of Adam's tensors
+    control_tensor_name_patterns: str = CONTROL  # parts of names: floats of Adam
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # lower the rates in the last N steps; <= 0: never
-    warmdown_fraction: Share = 0.0  # falling part of a run; 0: WARMDOWN_ITERS
+    warmdown_iters: Signed = 3000  # rates fall in N last steps or their time; <= 0: never
+    warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
-    # Run: RESUME accepts other values of these, if the text stays the same.
+    # Run: RESUME accepts other values of these, if a step's texts stay the same.
     run_id: str = ""  # name of the logs; empty: a new one
     out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
     init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder with token shards
-    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # or gpt2, byte260
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first there
-    matmul_precision: Literal["highest", "high", "medium"] = "high"  # in float32
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # gpt2, byte260
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first available
+    matmul_precision: Literal["highest", "high", "medium"] = "high"  # of float32 products
     compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # by device
-    attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # kernel
+    attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of text (not passes) of a rank's step; 0: 8 / ranks
+    grad_accum_steps: int = 0  # texts (not passes) of a rank's step; 0: about 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
-    val_batch_size: int = 524288  # score at most N / ranks / GRAD_ACCUM_STEPS at once
-    eval_stride: int = 0  # score again in windows that move by N tokens; 0: do not
-    train_log_every: int = 200  # log every N steps, and the first ten
-    checkpoint_every: int = 0  # every N steps, and if stopped; the two newest are kept
-    resume: str = ""  # checkpoint to continue; auto: the newest readable one
+    val_batch_size: int = 524288  # score N / ranks / GRAD_ACCUM_STEPS tokens at once
+    eval_stride: int = 0  # score in windows that move by N tokens, too; 0: do not
+    train_log_every: int = 200  # log the first ten steps and every N-th; 0: no more
+    checkpoint_every: int = 0  # every N steps and at the end; 0: if stopped; two stay
+    resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
-    export_clip: float = 0.0  # clip rows at N deviations; 0: as published, or not
+    export_clip: float = 0.0  # clip rows at N deviations; 0: as published or not at all
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of code and artifact; EXPORT_CLIP rises to fit if set
+    size_cap: int = 0  # bytes to stay below, by raising EXPORT_CLIP if it is set
 
     def __post_init__(self):
         for f in fields(self):
@@ -157,7 +157,7 @@ class Config:
                 f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
-        require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} is above 1000")
+        require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
         require(self.lanes <= self.num_layers, f"LANES={self.lanes} must be at most NUM_LAYERS")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
@@ -205,12 +205,12 @@ class Ranks:
 
 # ---- Model -----------------------------------------------------------------------------
 def rms_norm(x, gain=1.0):
-    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, as x's type."""
+    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # The cheaper order.
+    return (x * (factors * gain)).to(x.dtype)  # One pass over x, not two.
 
 def linear(x, *layers, scale=None):
-    """x (..., D) @ weight.T * scale, in x's type; outputs of several layers are joined."""
+    """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
     for layer in layers:
         if hasattr(layer, "inputs_gram"):  # `calibrate` wants x^T x (D, D).
             rows = x.detach().flatten(0, -2).float()
@@ -227,7 +227,7 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """Causal attention for CPUs, by quarters of q (B, K, H/K, T, C); k, v (B, K, T, C)."""
+    """Causal attention on CPUs, by quarters of q (B, K, H/K, T, C); k, v (B, K, T, C)."""
     outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
@@ -251,7 +251,7 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # the last dimension first
 
 def smear(x, share):
     """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
@@ -266,10 +266,10 @@ def shift_keys(k, rope_dims: int):
     return torch.where(pair < kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Project y (B, T, H, C) off its own v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
+    """Project y (B, T, H, C) off its v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
-    return y - (y * own).mean(-1, keepdim=True) * own
+    return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
 
 class Attention(nn.Module):
     """Causal self-attention of x (B, T, D), with normed queries and keys."""
@@ -312,7 +312,7 @@ class MLP(nn.Module):
         return linear(x, self.proj, scale=scale)
 
 def dropout(x, rate):
-    """Drop a share `rate` of the channels of each row of x (B, T, D): arXiv:1512.05287."""
+    """Drop a share `rate` of the channels of a row of x (B, T, D): arXiv:1512.05287."""
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
@@ -335,16 +335,16 @@ class Block(nn.Module):
         return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
 
 class LaneBlock(Block):
-    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035)."""
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
         # Rows: into x, into the lane. Columns: of itself, of attention, of the MLP.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's, as its name says
+        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's: CONTROL has resid_mix
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # x itself stays.
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, x stays.
         attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
         fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
@@ -365,10 +365,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # if still auto
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Layers draw in the published order.
+        self.tok_emb = nn.Embedding(rows, width)  # Drawn in the published order.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -376,7 +376,7 @@ class GPT(nn.Module):
         self.half = config.num_layers // 2
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # It changes, graphs do not.
+        rate = torch.zeros(()) if config.dropout else None  # Graphs would keep a number.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -394,7 +394,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for AdamW, decay
+                self.tok_emb.bfloat16()  # as published; too coarse for smaller steps
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -436,7 +436,7 @@ class GPT(nn.Module):
 # ---- Optimizers ------------------------------------------------------------------------
 def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     """Move singular values of (N, rows, columns) to about 1: kellerjordan.github.io/posts/muon
-    It rounds to bfloat16, even if `compute` is float32, where that is faster."""
+    All is rounded to bfloat16; `compute` is the type of products, the faster one here."""
     x = updates.bfloat16()
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
@@ -450,8 +450,8 @@ def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum of all matrices of a shape at once: a bank. The state is the
-    first one's. The ranks of a machine share the work: no bytes leave the machine."""
+    """Orthogonalized momentum of banks: all matrices of a shape. The first one's state is the
+    bank's. A machine's ranks share the work: only DDP sends bytes to other machines."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -478,7 +478,7 @@ class Muon(torch.optim.Optimizer):
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
-            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as its author does
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's code
             if node_size > 1:  # The transfer runs beside the next bank's work.
                 gathered = updates.new_empty(share * node_size, *shape)
                 gathers.append(dist.all_gather_single(gathered, updates.contiguous(), node, True))
@@ -522,7 +522,7 @@ def epoch_order(seed: int, epoch: int, rows: int):
     return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
-    """The shards as one endless text, in pieces: rows if shuffled, else a step's spans."""
+    """The shards as one endless text in pieces: rows if shuffled, else a step's spans."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -533,8 +533,8 @@ class TokenLoader:
         step_rows = config.train_batch_tokens // config.train_seq_len
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
-        self.stride = self.length if self.shuffled else self.length + 1
-        # By this, RESUME knows the text: all of a short one, else the shards' beginnings.
+        self.stride = self.length if self.shuffled else self.length + 1  # as published
+        # RESUME compares all shards, val's too: whole if short, else their beginnings.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
         self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
@@ -558,7 +558,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # A run of two epochs or more ends with a whole one, in an order of its own: 10^6.
+        # The last of two or more expected epochs has its own order, of epoch 10^6.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
@@ -598,7 +598,7 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     return min(rising, falling), momentum
 
 class Trainer:
-    """All that a step changes. Raises ValueError for a bad INIT_FROM."""
+    """Model, optimizers, scaler and clock. Raises ValueError for a bad INIT_FROM."""
     def __init__(self, config, ranks, init_from=""):
         self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
         torch.manual_seed(config.seed)
@@ -610,12 +610,12 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False  # One bucket needs no parts of the graph.
+            torch._dynamo.config.optimize_ddp = False  # It cuts graphs by bucket; there is one.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
                            broadcast_buffers=False)
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Make an update; this rank's mean loss in nats, the gradients' norm. Collective."""
+        """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
         config, step = self.config, self.clock.step
         factor, momentum = schedule(config, step, self.clock.time_ms)
         for name, optimizer in self.optimizers.items():
@@ -667,12 +667,13 @@ def train(trainer, loader, validation, log):
     A turn does what is due, then makes a step; a GPU computes it while the next batch is
     read. The time is estimated; at some steps, all wait and the ranks agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    first_step, last_logged = clock.step, (clock.step, clock.time_ms)
+    saved_step, last_logged = clock.step, (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
-        if ranks.rank == 0 and clock.step > first_step and (saves or clock.stop_signal):
+        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: what follows can take long
+            saved_step = clock.step
         if is_done or clock.stop_signal:
             return
         if is_due(clock.step, config.val_loss_every):
@@ -686,10 +687,10 @@ def train(trainer, loader, validation, log):
         step = clock.step = clock.step + 1
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
-        is_last = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
+        near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
         waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
-        if is_logged or is_last or any(is_due(step, every) for every in periods):
+        if is_logged or near_end or any(is_due(step, every) for every in periods):
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             if clock.synchronize(not (loss if can_overflow else loss + norm).isfinite()):
                 log.event("nonfinite", step=step)
@@ -712,8 +713,8 @@ def find_ranks() -> list[int]:
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
     """`cores`, or a container's quota of CPUs by Linux's cgroup v2, if that is less."""
-    used, period = quota.read_text().split() if quota.exists() else ("max", "1")  # in us
-    return cores if used == "max" else min(cores, int(used) / int(period))
+    most, period = quota.read_text().split() if quota.exists() else ("max", "1")  # in us
+    return cores if most == "max" else min(cores, int(most) / int(period))
 
 def start_ranks(config) -> Ranks:
     """Choose the device and join the process group. Raises ValueError."""
@@ -735,12 +736,12 @@ def start_ranks(config) -> Ranks:
         store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        try:  # Rank 0 exports for long while others wait.
+        try:  # hours: the others wait while rank 0 exports
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
                                     device_id=gpu, timeout=timedelta(hours=2))
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
-        node, _ = dist.new_subgroups(local_size)
+        node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -762,7 +763,7 @@ def choose_attention(config, device: torch.device) -> str:
     q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
                        requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name, pytorchs_name in SDP_OF_ATTN.items():  # All off but one.
+        for name, pytorchs_name in SDP_OF_ATTN.items():  # The others go off.
             getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
         with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
             causal_attention(q, k, k, kernel).sum().backward()
@@ -780,7 +781,7 @@ def parse_value(name: str, text: str):
     try:
         return type(f.default)(text.lower() if choices else text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} cannot be read; example: {name}={f.default}") from None
+        raise ValueError(f"{name}={text!r} must be of type {type(f.default).__name__}") from None
 
 def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, tuple[str, str]]:
     """The text and origin of each name that is set. Raises ValueError, OSError."""
@@ -793,18 +794,18 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     given = {}
     for word, origin in words:  # The last one wins.
         name, is_pair, text = word.partition("=")
-        require(is_pair, f"{word!r} ({origin}) is not NAME=value, as NUM_LAYERS=9; see --help")
+        require(is_pair, f"{word!r} ({origin}) is not NAME=value, like NUM_LAYERS=9; see --help")
         given[name] = (os.path.expanduser(text), origin)
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's settings of the model, and unknown ones that are on; {} if unreadable."""
+    """A file's settings of the model (an artifact's unknown ones, too), or {}."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
         about = {name: config[name.lower()] for name in STORED if name.lower() in config}
         about |= json.loads(state.get("about", "{}"))
-    except Exception:  # Damaged files fail in many ways; `load_weights` says it.
+    except Exception:  # Damaged files fail in many ways; `load_weights` says how.
         return {}
     return {name: str(value) for name, value in about.items()
             if name in STORED or (value and name.lower() not in IGNORED)}
@@ -824,7 +825,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
-    for name in given.keys() - FIELDS.keys():  # Other programs have variables, too.
+    for name in given.keys() - FIELDS.keys():  # unknown here
         text, origin = given.pop(name)
         likeness = 0.85 if origin == "environment" else 0.5  # Spare others' variables.
         near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
@@ -853,7 +854,7 @@ class RunLog:
         set_aside(*paths)  # The logs of two runs never mix.
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         self.files = (sys.stdout, self.text)
-        self.line(paths[0], sys.stdout)
+        self.line(str(paths[0]), sys.stdout)
         smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
         self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
@@ -886,8 +887,8 @@ def count_tokens(path) -> int:
     return count
 
 def read_shard(path, vocab_size: int, start=0, count=-1):
-    """`count` tokens (uint16) of a shard from `start`, or all; a text may have more shards
-    than files may be open. Raises ValueError for one that is not in the vocabulary."""
+    """`count` tokens (uint16) of a shard from `start` on; -1: all. No file stays open: there
+    may be very many. Raises ValueError for a token outside the vocabulary."""
     tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
     require(len(tokens) >= max(1, count), f"{path} has become shorter; make it again")
     largest = int(tokens.max())
@@ -896,11 +897,11 @@ def read_shard(path, vocab_size: int, start=0, count=-1):
     return tokens
 
 def open_split(config, split: str) -> dict[Path, int]:
-    """The tokens of each shard of "train" or "val", sorted by names. Raises ValueError."""
+    """The tokens of each shard of "train" or "val", sorted by name. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
-    require(paths, f"there is no {where} with *_{split}_*.bin; use {' or '.join(sorted(others))}")
+    require(paths, f"there is no {where} with *_{split}_*.bin; use or run {', '.join(others)}")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, "
@@ -908,8 +909,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """Kind of the tokenizer; a token's bytes (V, 2): in a text, and after a control token,
-    where SentencePiece may add a space; is it a control token (V,). Raises ValueError."""
+    """The tokenizer's kind; tokens' bytes (V, 2), in a text and after a control token, where an
+    added space does not count; which are control tokens (V,). Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -921,7 +922,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                # caseops has marks of the next letters' case, symbols without a score.
+                # caseops marks the case of the next letters by symbols without a score.
                 is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
                 if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
@@ -954,9 +955,9 @@ class Validation:
         except Exception as error:  # Damaged files fail in many ways.
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
-        listed = self.data_sha256.keys() or there
+        listed = self.data_sha256.keys() or there  # A score needs no training shards.
         odd = sorted(there ^ listed if config.iterations or config.gptq_batches else there - listed)
-        require(not odd, f"{source} and the shards differ in {odd}; copy all, move others")
+        require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
         target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
@@ -980,7 +981,7 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # For short texts, training's graph (with gradients) is best; MPS: pytorch#195910.
+        # Short texts reuse training's graph, with gradients; MPS: pytorch#195910.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
@@ -1013,7 +1014,7 @@ def round_gptq(rows, scales, levels: int, inputs_gram):
 
 def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
-    Bits 0: 8, clipped as published at the 99.99984th percentile, with a least scale."""
+    Bits 0 means 8 as published, clipped at the 99.99984th percentile, with a least scale."""
     is_matrix, levels = tensor.ndim == 2, 2 ** (bits - 1) - 1 if bits else 127
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
     if not bits:
@@ -1033,7 +1034,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # AdamW's are small.
+    published &= config.optimizer == "muon" and not calibration  # not for AdamW's small weights
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1076,16 +1077,16 @@ def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file stays
-    on the disk until its tensors are used, once for all ranks of a machine."""
+    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file is read
+    for its checksums and mapped: the ranks of a machine share its memory."""
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
         packed = Path(path).read_bytes()  # A limit keeps zip bombs small.
         source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
     with zipfile.ZipFile(source) as archive:
-        require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
-        require(archive.testzip() is None, "a checksum in it is wrong")
+        require(not any(e.compress_type for e in archive.infolist()), "save it uncompressed")
+        require(archive.testzip() is None, "a checksum is wrong; copy it again")
     if not is_plain:
         source.seek(0)
     return torch.load(source, map_location="cpu", weights_only=True, mmap=is_plain)
@@ -1131,7 +1132,7 @@ def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
     with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
-        for inputs, targets in sum(steps, []):
+        for inputs, targets in sum(steps, []):  # MPS needs gradients: see `score`.
             model(inputs, targets)
     for name, layer in layers.items():
         if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
@@ -1179,7 +1180,7 @@ def resume(trainer, loader, state: dict):
                          "undo that, or start anew with a new RUN_ID") from None
 
 def save_checkpoint(trainer, loader, log):
-    """Write a checkpoint and delete the oldest ones of this run. A failure only warns."""
+    """Write a checkpoint and delete all but this run's newest. A failure only warns."""
     config, step = trainer.config, trainer.clock.step
     path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
     try:
@@ -1188,7 +1189,7 @@ def save_checkpoint(trainer, loader, log):
         write_whole(path, data)
         log.event("checkpoint", step=step, file=path.name, bytes=len(data))
         old = [p for p in list_checkpoints(config) if p != path][KEPT_CHECKPOINTS - 1:]
-        for file in old + list_checkpoints(config, ".pt.tmp"):  # of killed runs
+        for file in old + list_checkpoints(config, ".pt.tmp"):  # .tmp: of killed runs
             file.unlink()
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
@@ -1205,7 +1206,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # young objects, off the clock: see `signals_kept`
+        gc.collect(1)  # here, off the clock: `signals_kept` disables it
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1228,7 +1229,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping after this step or score; Ctrl-\\: at once\n")
+                os.write(2, b"stopping after this step or score; Ctrl-\\: now (torchrun: 30 s)\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
@@ -1236,10 +1237,9 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 def warm_up(trainer, loader, log):
-    """Before step 0, take WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Weights stay; the optimizers have no moments yet.
-    config = trainer.config
-    steps = config.warmup_steps if config.iterations and trainer.clock.step == 0 else 0
+    """Before step 0, make WARMUP_STEPS steps of one micro-batch at rate 0. Start the clock."""
+    before = trainer.state_dict()  # At step 0 there are no moments; rate 0 keeps weights.
+    steps = trainer.config.warmup_steps * (trainer.config.iterations > trainer.clock.step == 0)
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
             group["base_lr"] = 0.0
@@ -1274,16 +1274,16 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, loader, validation, log):
-    """Write final_model.pt and final_model.int8.ptz; read the latter. Raises OSError."""
+    """Calibrate, validate, write the two files, load the artifact. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
+    clock.set(clock.step, clock.time_ms)  # not the time of the last checkpoint
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
             write_whole(Path(config.out_dir, "final_model.pt"), floats)
     batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
-    calibration = calibrate(trainer, batches) if batches else None  # It is training.
+    calibration = calibrate(trainer, batches) if batches else None  # on the clock
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1294,7 +1294,7 @@ def export(trainer, loader, validation, log):
     if ranks.rank == 0:
         path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
         cap = config.size_cap or math.inf
-        for i in range(9 if config.export_clip else 1):  # While the other ranks are waiting.
+        for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
             clipped = replace(config, export_clip=1.1**i * config.export_clip)
             data, about = pack(state, clipped, calibration)
             if len(data) + code <= cap:
@@ -1331,14 +1331,14 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. A step reads 8 spans of text (4, 2 or 1 if
-    it has fewer rows); numbers of ranks that divide it train alike. Raises ValueError."""
+    """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if
+    it has fewer rows): 1, 2, 4 and 8 ranks train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
-    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is no multiple of {unit} "
+    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
             f"(spans * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
@@ -1366,7 +1366,7 @@ def resolve(config, ranks) -> Config:
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
-            f"or not the model's, of TOKENIZER_SHA256={config.tokenizer_sha256}")
+            f"or wrong; use the one with TOKENIZER_SHA256={config.tokenizer_sha256}")
     return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
                    attn=choose_attention(config, ranks.device), tokenizer_sha256=digest,
                    fused=config.fused and device != "mps")
@@ -1400,7 +1400,7 @@ seed:{c.seed}""")
 def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
     mode, model = trainer.config.compile, trainer.model
-    torch.compiler.reset()  # Another run may be near the limit of shapes.
+    torch.compiler.reset()  # An earlier run of this process may have filled its cache.
     options = {"mode": "max-autotune-no-cudagraphs"} if mode == "max-autotune" else {}
     for part in model.blocks if mode == "blocks" else [model]:
         part.compile(dynamic=False, fullgraph=True, **options)
@@ -1409,13 +1409,13 @@ def compile_model(trainer, loader):
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        reason = str(error).partition("Output:")[2] or repr(error)  # a compiler's
+        reason = str(error).partition("Output:")[2] or repr(error)  # of a compiler
         raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
 def signals_kept(clock):
-    """In a run, `clock` gets signals (not those that nohup ignores); garbage stays."""
+    """Within, `clock` takes signals (not ones ignored, as by nohup); gc is off."""
     stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
     gc.disable()  # It slows compiling, and other ranks wait for it.
@@ -1427,20 +1427,20 @@ def signals_kept(clock):
             signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
 def run(config, overrides: dict, source: str) -> int:
-    """Train, export and score; return the exit status. `main` says what errors mean."""
+    """Train, export and score; return the exit status. `main` prints errors."""
     ranks = start_ranks(config)
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else: score
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # Paths may differ.
+                if name not in OF_RUN or not isinstance(f.default, str)]  # These may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
-    require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
+    require(ranks.max(code, -code) == [code, -code], "give all ranks the same settings and data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
     if checkpoint:
@@ -1455,10 +1455,10 @@ def run(config, overrides: dict, source: str) -> int:
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
     elif config.resume:
         log.line("RESUME=auto finds no checkpoint; starting at step 0")
-    for path in list_checkpoints(config):
-        if log.files and config.iterations and path.name > f"{config.run_id}_{clock.step:08d}.pt":
+    for path in list_checkpoints(config) if ranks.rank == 0 and config.iterations else []:
+        if path.name > f"{config.run_id}_{clock.step:08d}.pt":
             set_aside(path)  # else RESUME=auto would continue that earlier run
-    del checkpoint  # It is as large as the model and its optimizers' states.
+    del checkpoint  # On a GPU, nothing needs the mapped file any more.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
@@ -1488,7 +1488,7 @@ def main() -> int:
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
         hints = {torch.OutOfMemoryError: "\nLower MICRO_BATCH_TOKENS or MODEL_DIM",
-                 FileExistsError: " (perhaps as a link to nothing)"}
+                 FileExistsError: ": a file or a broken link; remove it"}
         hint = hints.get(type(error), "")
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.

@@ -143,7 +143,7 @@ def init(**given):
     assert "A sample of what it writes" in result.stdout and "model     größe/final_model.int8.ptz" in result.stdout
     assert "final/val_bpb" in (checkout / "sent.txt").read_text()
     wrong = shell(checkout, "run.sh", *tiny_arguments(data, NUM_LAYERS="nine"))
-    assert wrong.returncode == 1 and "NUM_LAYERS='nine' cannot be read" in wrong.stderr
+    assert wrong.returncode == 1 and "NUM_LAYERS='nine' must be of type int" in wrong.stderr
 
 
 def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):

@@ -282,6 +282,13 @@ def test_a_signal_in_a_validation_ends_the_run_before_the_next_step(tmp_path, mo
     assert (log[-1]["event"] == "export") == (step == 9) and (step < 9 or artifacts(tmp_path) == artifacts(whole))
 
 
+def test_a_step_is_saved_once_where_a_signal_comes_in_its_validation(tmp_path, monkeypatch, data):
+    at_calls(monkeypatch, train_gpt.Validation, "score", {2}, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit, match="143"):
+        tiny_run(monkeypatch, tmp_path, data, CHECKPOINT_EVERY=4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["run_00000004.pt"]
+
+
 def test_a_signal_is_heard_where_the_terminal_is_closed(monkeypatch):
     """As that of `2>&1 | tee`, which a Ctrl-C ends first."""
     clock, write = train_gpt.Clock(tiny_config(), one_process()), Mock(side_effect=BrokenPipeError)

@@ -109,12 +109,12 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; use data/download.py or data/prepare.py"),
+    (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; use or run data/prepare.py, data/download.py"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
     (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
-    (dict(TOKENIZER_SHA256="0"), "byte260 is missing or not the model's, of TOKENIZER_SHA256=0"),
+    (dict(TOKENIZER_SHA256="0"), "byte260 is missing or wrong; use the one with TOKENIZER_SHA256=0"),
     (dict(OUT_DIR="a.model"), "File exists: 'a.model'"),
     (dict(TOKENIZER_PATH="a.model"), "TOKENIZER_PATH='a.model' cannot be read: "),
     (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: "),
@@ -181,7 +181,7 @@ def test_shards_that_are_not_those_of_the_manifest_are_named(tmp_path, monkeypat
         write_shard(data / name, [1, 2] * 100)
     (data / "tiny_train_000001.bin").unlink()
     for iterations, lost in ((1, "'tiny_train_000001.bin', "), (0, "")):  # scoring needs no training text
-        with pytest.raises(SystemExit, match=rf"differ in \['tiny_train_000000 copy.bin', {lost}'tiny_val_000001.bin'\]; copy all"):
+        with pytest.raises(SystemExit, match=rf"differ in \['tiny_train_000000 copy.bin', {lost}'tiny_val_000001.bin'\]; copy missing"):
             run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=iterations))
 
 
