@@ -6,9 +6,9 @@
     python records/make.py --again records/track_open/2026-01-31_Wider    write its texts again
 
 After an interruption, run the same command again: the runs, NAME_seedN, are kept if they have
-finished with these settings and this script. A stopped one begins anew, after you have deleted its
-folder in logs/. To change blurb, base, in_turn or author, edit them in submission.json and run
---again. What you write in README.md below the line "## Notes" is kept.
+finished with these settings and this script; a stopped one begins anew. To change blurb, base,
+in_turn or author, edit them in submission.json and run --again. What you write in README.md below
+the line "## Notes" is kept.
 """
 
 import argparse
@@ -143,7 +143,12 @@ def run_seed(settings: dict[str, str], ranks: int, track: dict, lock):
             status = process.wait()
         except BaseException:  # What ends this process ends the trainer, too.
             process.terminate()
+            process.wait()
             raise
+        finally:
+            if process.returncode:  # What it saved is of no use: a resumed run is no record.
+                checkpoints = ROOT / "logs" / settings["RUN_ID"] / "checkpoints"
+                shutil.rmtree(checkpoints, ignore_errors=True)
     if status:
         raise ValueError(f"{settings['RUN_ID']} ended with status {status}; run the same command "
                          "again to continue")

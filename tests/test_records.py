@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import shutil
+import sys
+import time
 from hashlib import sha256
 from pathlib import Path
 from unittest.mock import Mock
@@ -228,7 +230,7 @@ def test_a_wrong_score_is_found(records, name):
     (["--seeds", "1,-2"], "--seeds: '1,-2' must be whole numbers"), (["--ranks", "2"], "--ranks 2 is more than the track's 1"), (["--seeds", "1,2,02"], r"--seeds \[1, 2, 2\] must be different"),
     (["--division", "other"], "division 'other' must be one of tiny"), (["--name", "My MLP"], "--name 'My MLP' must be letters"),
     (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
-    (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), 
+    (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"),
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (["--track", "none"], r"invalid choice: 'none' \(choose from .*track_tiny"),
     (["--base", "none"], r"invalid choice: 'none' \(choose from .*_Control")])
@@ -260,6 +262,27 @@ def test_the_model_of_another_run_is_not_deleted(root):
                 make.run_seeds(options, {}, {})
             lock.close()
     assert [*checkpoints.iterdir()]
+
+
+def test_what_stops_the_runs_waits_for_the_trainer_and_drops_its_checkpoint(root, monkeypatch):
+    """So that the same command can begin the seed anew. The trainer here saves half a second after it was told to stop."""
+    folder = root / "logs" / "Ended_seed1" / "checkpoints"
+    folder.mkdir(parents=True)
+    save = (f"import signal, sys, time\ndef stop(*_):\n    time.sleep(0.5)\n    open({str(folder / 'a.pt')!r}, 'w')\n    sys.exit(143)\n"
+            f"signal.signal(signal.SIGTERM, stop)\nopen({str(folder / 'ready')!r}, 'w')\nsignal.pause()")
+    wait = make.subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        monkeypatch.setattr(make.subprocess.Popen, "wait", wait)
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "launcher", lambda ranks: [sys.executable, "-c", save])
+    monkeypatch.setattr(make.subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), common.only_one(root / "logs" / "Ended.lock") as lock:
+        make.run_seed({"RUN_ID": "Ended_seed1"}, 1, {}, lock)
+    assert not folder.exists()
 
 
 def test_paths_are_relative_to_the_repository(root, monkeypatch, tmp_path):

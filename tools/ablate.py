@@ -57,7 +57,7 @@ LOGS = ROOT / "logs"
 OTHER_LENGTH = 1.2  # ratio of two lengths that tell how the score falls with the steps
 BUSY = 0.6  # load of a core; a program that ended a minute ago still counts a third
 ROW = "| change | length | verdict | effect (90 % interval) | pairs | spread of a pair |"
-FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "VAL_TOKENS", "RUN_ID", "OUT_DIR", "RESUME"}
+FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RUN_ID", "OUT_DIR", "RESUME"}
 
 
 @dataclass

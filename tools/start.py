@@ -423,7 +423,7 @@ def train(start: Start, tracker: str) -> Outcome:
     """Train and show it."""
     command = [*launcher(start.ranks), SCRIPT, *start.arguments]
     print(shlex.join([interpreter(), *command[1:]]))
-    print("The bits that it needs for a byte of text on which it does not train should fall.",
+    print("Bits per byte of text that it does not train on should fall.",
           flush=True)
     with (subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True, errors="replace",
