@@ -1440,7 +1440,7 @@ def run(config, overrides: dict, source: str) -> int:
                 if name not in OF_RUN or not isinstance(f.default, str)]  # These may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
-    require(ranks.max(code, -code) == [code, -code], "give all ranks the same settings and data")
+    require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
     if checkpoint:
