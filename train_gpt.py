@@ -1085,7 +1085,7 @@ def read_saved(path: str | Path) -> dict:
         packed = Path(path).read_bytes()  # A limit keeps zip bombs small.
         source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
     with zipfile.ZipFile(source) as archive:
-        require(not any(e.compress_type for e in archive.infolist()), "save it uncompressed")
+        require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
         require(archive.testzip() is None, "a checksum is wrong; copy it again")
     if not is_plain:
         source.seek(0)
