@@ -208,6 +208,8 @@ class Card(TorchDispatchMode):
 
         def arriving(plain):  # what an asynchronous collective writes has arrived when it was waited for
             def collective(output, *args, async_op=False, **options):
+                if args[-1:] == (True,):  # given by its place
+                    *args, async_op = args
                 if not async_op:
                     return plain(output, *args, **options)
                 work = plain(output, *args, async_op=True, **options)
