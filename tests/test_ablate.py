@@ -146,7 +146,7 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
     first = effects.read_run(tmp_path / "first.jsonl")
     assert first.bpb == 1.5 and first.artifact_bytes == 12 and first.step_ms == 10
     same = {"seed": {"seed": 2}, "name": {}, "comment": {"source": SOURCE.replace("# the artifact", "# the file")},
-            "docstring": {"source": SOURCE.replace('"""Every setting of a run', '"""Each setting of a run')},
+            "docstring": {"source": SOURCE.replace('"""Settings, by names', '"""The settings, by names')},
             "path": {"DATA_PATH": "elsewhere"}}
     other = {"code": {"source": SOURCE.replace("1.19e-7", "1.2e-7")}, "data": {"data": "b"}, "machine": {"gpu": "H100"},
              "setting": {"MLP_SLOPE": 0.5}, "length": {"ITERATIONS": 200}, "timed": {"MAX_WALLCLOCK_SECONDS": 9.0}}
@@ -413,7 +413,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     data = make_shards(tmp_path)
     settings, base = [*tiny_arguments(data), "SEED=1"], tmp_path / "base.env"
     base.write_text("\ufeffMLP_SLOPE=low\n", encoding="utf-8")
-    for words, message in ((["x"], "x is compared with nothing"), (["x", "y", "--base", str(base)], f"MLP_SLOPE=0.0 (from --base {base})"), (["x", "x A=1"], "two variations are called x"),
+    for words, message in ((["x"], "x is compared with nothing"), (["x", "y", "--base", str(base)], f"must be of type float (from --base {base})"), (["x", "x A=1"], "two variations are called x"),
                            (["x", "MLP_SLOPE=0.5"], "MLP_SLOPE=0.5 is a setting; before it"),
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
