@@ -188,6 +188,18 @@ def test_logs_tell_what_was_tried_and_the_spread(tmp_path, monkeypatch, capsys):
     assert ablate.count_tried(first, runs).startswith("the logs hold 6 ideas that were tried on this text; ")
 
 
+def test_a_base_that_began_after_a_worse_idea_is_not_counted_as_better(tmp_path):
+    for seed in range(6):
+        for time_s, (name, slope, bpb) in enumerate((("idea", 0.5, 1.6), ("base", 0.0, 1.5)), 1000):
+            write_log(tmp_path, f"{name}{seed}", seed, bpb + 0.001 * seed * slope, MLP_SLOPE=slope)
+            os.utime(tmp_path / f"{name}{seed}.jsonl", (time_s, time_s))
+    runs = effects.read_runs([tmp_path])
+    arms = {run.log.stem[:4]: ablate.Arm(run.log.stem[:4], tmp_path, {}, content=run.content) for run in runs}
+    counts = {name: ablate.count_tried(arm, runs) for name, arm in arms.items()}
+    assert "1 ideas that were tried on this text; 0 look better" in counts["base"]
+    assert "1 ideas that were tried on this text; 1 look better" in counts["idea"]  # the base is 0.1 better
+
+
 def test_the_work_grows_with_the_logs_and_not_with_their_square(tmp_path, monkeypatch):
     work, random = Counter(), np.random.default_rng(0)
 

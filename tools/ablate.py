@@ -542,6 +542,8 @@ def count_tried(first: Arm, runs: list[Run]) -> str:
     """Return how many ideas the logs compared on the text of an arm, and how many of those that look
     better may be false."""
     tried = [pairs for pairs in compare_all(runs) if pairs[0][0].content["data"] == first.content["data"]]
+    # Runs that start together may be in either order: the command's base is never the idea.
+    tried = [pairs if differing(pairs[0][1].content, first.content) else [pair[::-1] for pair in pairs] for pairs in tried]
     better = sum(p_of(differences_of(pairs))[-1] <= ERROR for pairs in tried)
     return (f"the logs hold {len(tried)} ideas that were tried on this text; {better} look better one by one (p <= {ERROR:g}), "
             f"as about {ERROR * len(tried):.1f} would without any effect")
