@@ -11,7 +11,6 @@ unset PYTHONPATH PYTHONSAFEPATH PYTHONHOME PYTHONPLATLIBDIR __PYVENV_LAUNCHER__
 unset PIP_USER PIP_TARGET PIP_PREFIX
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # for a checkpoint
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # no trial builds: 10 s at first
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # Threads soon sleep while they wait for others.
 # Compiled code is kept here, for each kind of CPU that shares this folder: a reboot empties /tmp.
 cpu=$(grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m)
 cpu=$(cksum <<< "$cpu" | cut -d' ' -f1)
@@ -56,5 +55,6 @@ if [ ! -e "$stamp" ]; then
   touch "$stamp"
 fi
 [ "${1:-}" = test ] || exec .venv/bin/python tools/start.py "$@"
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # Tests run side by side: tools/common.py
 exec .venv/bin/python -m pytest -q -rs tests -n auto --dist loadfile --no-loadscope-reorder \
   -m "not slow and not gpu" "${@:2}"  # the last -m counts

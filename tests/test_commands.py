@@ -184,11 +184,19 @@ def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
 
 def test_run_sh_sets_what_must_be_set_before_pytorch_is_loaded(checkout):
     stand_in(checkout, "python", """[[ "$*" != "tools/start.py SEED=1" ]] || env""")
-    clean = "unset GOMP_SPINCOUNT TORCH_ELASTIC_SHUTDOWN_TIMEOUT;"
+    clean = "unset TORCH_ELASTIC_SHUTDOWN_TIMEOUT;"
     shown = shell(checkout, "-c", f"{clean} PYTHONPATH=x ./run.sh SEED=1").stdout.splitlines()
-    assert {"GOMP_SPINCOUNT=1000", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"} <= set(shown)
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in shown
     assert not any(line.startswith("PYTHONPATH=") for line in shown)
-    assert "GOMP_SPINCOUNT=7" in shell(checkout, "-c", "GOMP_SPINCOUNT=7 ./run.sh SEED=1").stdout.splitlines()
+    given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=7"
+    assert given in shell(checkout, "-c", f"{given} ./run.sh SEED=1").stdout.splitlines()
+
+
+@pytest.mark.parametrize(("load", "wanted"), [(0.2, "None"), (1.5, "1000")])
+def test_threads_soon_sleep_only_beside_a_busy_program(load, wanted):
+    code = f"import os; os.environ.pop('GOMP_SPINCOUNT', 0); os.getloadavg = lambda: ({load}, 0, 0); import common"
+    command = [sys.executable, "-c", f"{code}; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    assert subprocess.check_output(command, cwd=REPOSITORY / "tools", text=True).strip() == wanted
 
 
 # ---- Records ----------------------------------------------------------------------------------------------

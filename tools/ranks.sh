@@ -27,5 +27,4 @@ fi
 export MASTER_ADDR=${MASTER_ADDR:?must be set to the address of rank 0}
 job=$(cksum <<< "${SLURM_JOB_ID-}${PBS_JOBID-}${PMIX_NAMESPACE-}")  # two jobs on a machine have two ports
 export MASTER_PORT=${MASTER_PORT:-$((29500 + ${job%% *} % 1000))}
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # on CPUs: tools/common.py says why
 exec "$@"
