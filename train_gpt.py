@@ -48,13 +48,13 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact (not the floats)
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # of a run, the newest
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # Others use them.
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' names
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # in old files
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
-LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else from 0
+LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: from 0
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,10 +63,10 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, by names in capitals, with help. Positive: from 1; Share: 0 to 1; Signed: any."""
+    """Settings, set by NAME in capitals. Positive: from 1; Share: 0 to 1; Signed: any."""
     # Model: its files store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # type in products
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
     train_seq_len: Positive = 4096  # tokens in a row, in training and validation
     vocab_size: Positive = 1024  # tokens in the vocabulary
     vocab_pad: Positive = 1  # round the rows of embedding and head up to a multiple of N
@@ -81,7 +81,7 @@ class Config:
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
-    exclusive_attn: bool = False  # project its own value out of what a token attends to
+    exclusive_attn: bool = False  # project a token's own value out of its attention
     lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
     smear: bool = False  # add a learned share of the token before to each embedding
     # Training: RESUME refuses other values of these.
@@ -109,41 +109,41 @@ class Config:
     beta2: Share = 0.95  # Adam's decay of the second moment
     adam_eps: float = 1e-8  # Adam's epsilon
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
-    weight_decay: float = 0.0  # shrink matrices, embeddings by N * rate in a step
+    weight_decay: float = 0.0  # a step takes N * rate off matrices and embeddings
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # parts of names: floats of Adam
+    control_tensor_name_patterns: str = CONTROL  # in a name: Adam's; a float, if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # rates fall in N last steps or their time; <= 0: never
+    warmdown_iters: Signed = 3000  # rates fall in N steps' time at the end; <= 0: never
     warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
-    # Run: RESUME accepts other values of these, if a step's texts stay the same.
+    # Run: RESUME accepts other values of these, if every step still reads the same text.
     run_id: str = ""  # name of the logs; empty: a new one
     out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
     init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder with token shards
-    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # gpt2, byte260
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # or gpt2, byte260
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first available
     matmul_precision: Literal["highest", "high", "medium"] = "high"  # of float32 products
-    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # by device
+    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # 0: off
     attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # texts (not passes) of a rank's step; 0: about 8 / ranks
+    grad_accum_steps: int = 0  # spans (not passes) of a rank's step; 0: 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
-    val_batch_size: int = 524288  # score N / ranks / GRAD_ACCUM_STEPS tokens at once
+    val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # score in windows that move by N tokens, too; 0: do not
     train_log_every: int = 200  # log the first ten steps and every N-th; 0: no more
-    checkpoint_every: int = 0  # every N steps and at the end; 0: if stopped; two stay
+    checkpoint_every: int = 0  # save every N steps and at the end; 0: only if stopped
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
-    export_clip: float = 0.0  # clip rows at N deviations; 0: as published or not at all
+    export_clip: float = 0.0  # clip rows at N deviations; 0: off, at 8 bits as published
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # bytes to stay below, by raising EXPORT_CLIP if it is set
+    size_cap: int = 0  # most bytes of code and artifact; EXPORT_CLIP rises to 2.1-fold
 
     def __post_init__(self):
         for f in fields(self):
@@ -166,7 +166,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # INIT_FROM
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # from INIT_FROM's
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
     what followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
     pairs = k.size(3) // 2
-    kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, the faster half
+    num_kept = rope_dims // 2 or pairs // 2  # of first pairs: all that rotate, or half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
-    return torch.where(pair < kept, k, token_before(k))
+    return torch.where(pair < num_kept, k, token_before(k))
 
 def remove_own_value(y, v):
     """Project y (B, T, H, C) off its v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
@@ -338,9 +338,9 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # Rows: into x, into the lane. Columns: of itself, of attention, of the MLP.
+        # Rows: into x, into the lane. Columns: of itself, attention, MLP. Values: #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's: CONTROL has resid_mix
+        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's, by "resid_mix" in its name
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -368,15 +368,16 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Drawn in the published order.
+        self.tok_emb = nn.Embedding(rows, width)  # The order of modules fixes the draws.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
         self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
         self.half = config.num_layers // 2
+        # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # Graphs would keep a number.
+        rate = torch.zeros(()) if config.dropout else None  # A graph would fix a number.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -394,7 +395,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for smaller steps
+                self.tok_emb.bfloat16()  # as published; too coarse for AdamW and decay
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -436,7 +437,7 @@ class GPT(nn.Module):
 # ---- Optimizers ------------------------------------------------------------------------
 def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     """Move singular values of (N, rows, columns) to about 1: kellerjordan.github.io/posts/muon
-    All is rounded to bfloat16; `compute` is the type of products, the faster one here."""
+    Results are rounded to bfloat16; `compute` is the type that multiplies faster here."""
     x = updates.bfloat16()
     is_tall = x.size(1) > x.size(2)
     x = x.mT if is_tall else x
@@ -450,8 +451,8 @@ def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum of banks: all matrices of a shape. The first one's state is the
-    bank's. A machine's ranks share the work: only DDP sends bytes to other machines."""
+    """Orthogonalized Nesterov momentum. A bank is all matrices of a shape; the first has
+    its state. A machine's ranks share the work; other machines get gradients by DDP only."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -522,7 +523,7 @@ def epoch_order(seed: int, epoch: int, rows: int):
     return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
-    """The shards as one endless text in pieces: rows if shuffled, else a step's spans."""
+    """The shards' endless text, in pieces: if shuffled, rows; else spans of many rows."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -534,7 +535,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares all shards, val's too: whole if short, else their beginnings.
+        # RESUME compares the starts of all shards: 32 MiB in all, but 9999 bytes of each.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
         self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
@@ -558,7 +559,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # The last of two or more expected epochs has its own order, of epoch 10^6.
+        # Of several epochs, the last is whole, as number 10^6; the one before is cut.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
@@ -593,8 +594,8 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
         shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     falling = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
     rising = (step + 1) / max(1, config.lr_warmup_steps)
-    risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
-    momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
+    part = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
+    momentum = (1 - part) * config.muon_momentum_warmup_start + part * config.muon_momentum
     return min(rising, falling), momentum
 
 class Trainer:
@@ -610,9 +611,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False  # It cuts graphs by bucket; there is one.
+            torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
-                           broadcast_buffers=False)
+                           broadcast_buffers=False)  # 1 TiB: a single bucket
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -636,10 +637,8 @@ class Trainer:
             self.model.drop_rate.zero_()
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in params])
-        if config.grad_clip_norm > 0:
-            nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm)
+        limit = config.grad_clip_norm or math.inf  # By inf, nothing is clipped.
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
             for optimizer in self.optimizers.values():
                 optimizer.step()
@@ -655,7 +654,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict):
         """Return to a `state_dict` and start the clock."""
-        self.model.load_state_dict(dict(state["model"]))  # without a file's _metadata
+        self.model.load_state_dict(dict(state["model"]))  # dict() drops _metadata.
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             optimizer.load_state_dict(old)
         self.scaler.load_state_dict(state["scaler"])
@@ -729,7 +728,7 @@ def start_ranks(config) -> Ranks:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
@@ -745,7 +744,7 @@ def start_ranks(config) -> Ranks:
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware, as some CPUs do."""
+    """Whether CUDA or an x86 CPU multiplies bfloat16 in hardware; False elsewhere."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -799,7 +798,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's settings of the model (an artifact's unknown ones, too), or {}."""
+    """The model's settings in a file, or {}; an artifact's include those unknown here."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -900,8 +899,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     """The tokens of each shard of "train" or "val", sorted by name. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
-    require(paths, f"there is no {where} with *_{split}_*.bin; use or run {', '.join(others)}")
+    remedies = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
+    require(paths, f"there is no {where} with *_{split}_*.bin; use or run {', '.join(remedies)}")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, "
@@ -909,8 +908,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; tokens' bytes (V, 2), in a text and after a control token, where an
-    added space does not count; which are control tokens (V,). Raises ValueError."""
+    """The tokenizer's kind; a token's bytes (V, 2): in a text; after a control token,
+    without a space that the tokenizer added; control tokens (V,). Or ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -922,7 +921,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                # caseops marks the case of the next letters by symbols without a score.
+                # By these (of score 0) caseops tokenizers mark the next letters' case.
                 is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
                 if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
@@ -981,7 +980,7 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # Short texts reuse training's graph, with gradients; MPS: pytorch#195910.
+        # A second graph, without gradients, costs short texts more; MPS: pytorch#195910.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
@@ -1034,7 +1033,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # not for AdamW's small weights
+    published &= config.optimizer == "muon" and not calibration  # AdamW: below its scales
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1082,7 +1081,7 @@ def read_saved(path: str | Path) -> dict:
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
-        packed = Path(path).read_bytes()  # A limit keeps zip bombs small.
+        packed = Path(path).read_bytes()  # The limit below is for zip bombs.
         source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
     with zipfile.ZipFile(source) as archive:
         require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
@@ -1106,7 +1105,7 @@ def load_weights(model, path: str | Path):
                 scale = scale[:, None] if is_matrix else scale  # of each row, or of all
                 state["passthrough"][name] = values.float() * scale
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # dict(): without a file's _metadata
+        model.load_state_dict(dict(state))  # dict() drops _metadata: it could replace parameters.
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1180,7 +1179,7 @@ def resume(trainer, loader, state: dict):
                          "undo that, or start anew with a new RUN_ID") from None
 
 def save_checkpoint(trainer, loader, log):
-    """Write a checkpoint and delete all but this run's newest. A failure only warns."""
+    """Write a checkpoint; of this run's, only the newest stay. A failure only warns."""
     config, step = trainer.config, trainer.clock.step
     path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
     try:
@@ -1206,7 +1205,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # here, off the clock: `signals_kept` disables it
+        gc.collect(1)  # young objects, off the clock: `signals_kept` stops gc
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1229,7 +1228,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping after this step or score; Ctrl-\\: now (torchrun: 30 s)\n")
+                os.write(2, b"stopping soon; Ctrl-\\ stops now; torchrun waits 30 s\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
@@ -1238,7 +1237,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS steps of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # At step 0 there are no moments; rate 0 keeps weights.
+    before = trainer.state_dict()  # base_lr, live weights (rate 0 keeps them), no moments
     steps = trainer.config.warmup_steps * (trainer.config.iterations > trainer.clock.step == 0)
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
@@ -1274,10 +1273,10 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, loader, validation, log):
-    """Calibrate, validate, write the two files, load the artifact. Raises OSError."""
+    """Write the floats, calibrate, validate, write and load the artifact. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # not the time of the last checkpoint
+    clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
     with clock.paused():
         if ranks.rank == 0:  # the floats first: nothing below can lose them
             floats = saved(state)
@@ -1292,12 +1291,12 @@ def export(trainer, loader, validation, log):
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
-        path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
+        path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         cap = config.size_cap or math.inf
         for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
             clipped = replace(config, export_clip=1.1**i * config.export_clip)
             data, about = pack(state, clipped, calibration)
-            if len(data) + code <= cap:
+            if len(data) + code_bytes <= cap:
                 break
             log.line(f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP={clipped.export_clip:g}")
         write_whole(path, data)
@@ -1307,8 +1306,8 @@ Total submission size: {model_total} bytes
 Serialized model int8+zlib: {artifact_bytes} bytes \
 (payload:{payload_bytes} raw_torch:{raw_bytes} payload_ratio:{payload_ratio:.2f}x)
 Total submission size int8+zlib: {total_bytes} bytes""",
-                  step=clock.step, model_bytes=len(floats), code_bytes=code,
-                  model_total=len(floats) + code, total_bytes=len(data) + code,
+                  step=clock.step, model_bytes=len(floats), code_bytes=code_bytes,
+                  model_total=len(floats) + code_bytes, total_bytes=len(data) + code_bytes,
                   payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
                   code_sha256=sha256(log.code).hexdigest(), **about)
         load_weights(trainer.model, path)
@@ -1339,12 +1338,12 @@ def plan_batch(config, ranks) -> Config:
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
     require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
-            f"(spans * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
+            f"(GRAD_ACCUM_STEPS * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile in ("0", "blocks") else 0.35
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # More peaks without a graph.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
@@ -1396,6 +1395,8 @@ train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
+    if c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
+        log.line("the defaults are for eight GPUs; on a CPU, take @records/presets/quick.env")
 
 def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
@@ -1409,7 +1410,7 @@ def compile_model(trainer, loader):
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        reason = str(error).partition("Output:")[2] or repr(error)  # of a compiler
+        reason = str(error).partition("Output:")[2] or repr(error)  # a C++ compiler's
         raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
     model.zero_grad()
 
@@ -1437,7 +1438,7 @@ def run(config, overrides: dict, source: str) -> int:
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # These may differ.
+                if name not in OF_RUN or not isinstance(f.default, str)]  # Paths may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
@@ -1458,7 +1459,7 @@ def run(config, overrides: dict, source: str) -> int:
     for path in list_checkpoints(config) if ranks.rank == 0 and config.iterations else []:
         if path.name > f"{config.run_id}_{clock.step:08d}.pt":
             set_aside(path)  # else RESUME=auto would continue that earlier run
-    del checkpoint  # On a GPU, nothing needs the mapped file any more.
+    del checkpoint  # It frees the mapped file (on a CPU, the moments stay in it).
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
@@ -1487,9 +1488,8 @@ def main() -> int:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
-        hints = {torch.OutOfMemoryError: "\nLower MICRO_BATCH_TOKENS or MODEL_DIM",
-                 FileExistsError: ": a file or a broken link; remove it"}
-        hint = hints.get(type(error), "")
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        hint = "\nLower MICRO_BATCH_TOKENS or MODEL_DIM" if is_memory else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
