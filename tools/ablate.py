@@ -497,7 +497,7 @@ def sentence(facts: dict, has_lengths: bool) -> str:
         needed = max(pairs + 1, facts["pairs_needed"])
         option = f"{needed} pairs: --most-seeds {needed}" if needed < MOST_PAIRS else f"more than {MOST_PAIRS} pairs"
         text += f"; p = {facts['p']:.2g}; to see {facts['diff']:g} may take {option}"
-    text += f"; a step takes {min(facts['step_ratios']):.2f} to {max(facts['step_ratios']):.2f} as long"
+    text += f"; a step takes {min(facts['step_ratios']):.2f} to {max(facts['step_ratios']):.2f} times as long"
     if facts.get("at_equal_time"):
         text += "; at equal time {:+.4f} to {:+.4f} (calculated)".format(*facts["at_equal_time"])
     if 0 < facts["size_cap"] < facts["bytes"]:
@@ -584,7 +584,8 @@ def list_tried(word: str, folders: list[Path]) -> list[str]:
         if word.lower() in " ".join(map(str, row)).lower():
             rows.append(row)
     if not rows:
-        return [f"no comparison in {' or '.join(map(str, folders))} has {word!r}"]
+        with_word = f" with {word!r}" * bool(word)
+        return [f"no comparison{with_word} in {' or '.join(map(str, folders))}; records/ablations.md has others"]
     about = "Each interval holds for itself: of 100 ideas without effect, 5 look better.\n"
     header = "| first log | what differs | bits per byte | 90 % interval | pairs | length | text | machine | date |"
     return [about, *table(header, rows)]
@@ -640,6 +641,7 @@ def main() -> int:
             os.chdir(ROOT)  # to which the paths in the settings are relative
             check_logs()
             every_arm = [arm for arms in lengths for arm in arms]
+            runner.say("checking the variations before training")
             make_plans(every_arm, runner.environment)
             for arms in lengths:
                 for arm in arms[1:]:
