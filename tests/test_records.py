@@ -337,7 +337,7 @@ def test_all_committed_records_are_as_they_say(monkeypatch):
     assert f"{make.BEGIN}\n{make.leaderboard(records)}\n{make.END}" in (records / "README.md").read_text()
     monkeypatch.setattr(make, "ROOT", REPOSITORY)
     folders = [path.parent for path in records.glob("track_*/*/submission.json")]
-    assert len(folders) >= 3
+    assert folders
     for folder in folders:
         assert verify.verify_record(folder)[0] == [], folder
         options = argparse.Namespace(base=f"{folder.parent.name}/{folder.name}", settings=[])
