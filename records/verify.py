@@ -25,7 +25,6 @@ from common import ROOT, compare_scores, deviation, load_json, require_packages,
 from events import MAY_DIFFER_BETWEEN_SEEDS as MAY_DIFFER  # noqa: E402
 from events import RULE, interpreter, prepare_output, read_events  # noqa: E402
 
-FOLDER_NAME = re.compile(r"\d{4}-\d{2}-\d{2}_[A-Za-z0-9][A-Za-z0-9_.-]*")
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 HICCUP_S = 1  # a run may pass its cap by an average step and this much
 LONGEST_TOKEN = 64  # bytes of text for which the tokens after the last whole row may stand
@@ -52,38 +51,26 @@ class Findings(list):
 # ---- The seeds of a folder ---------------------------------------------------------------------
 
 
-def script_line(source: str) -> str:
-    """Return what stands for a script in a record's text logs; the script lies beside them."""
-    return f"train_gpt.py of SHA-256 {sha256(source.encode('utf-8')).hexdigest()}"
-
-
-def read_seed(path: Path, source: str, findings: Findings) -> dict | None:
-    """Return the numbers of train_seedN.log and .jsonl; None if there are none."""
+def read_seed(path: Path, code: bytes, findings: Findings) -> dict | None:
+    """Return the numbers of train_seedN.log and .jsonl of a script; None if there are none."""
     from probe import check_clock  # only here: it imports PyTorch
     name = path.stem
     try:
         script, machine, text = path.read_text(encoding="utf-8").split(f"\n{RULE}\n", 2)
         events = read_events(path.with_suffix(".jsonl"))
         seed = summarize(events, machine, text)
+        bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
         slow = check_clock(events)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:  # null: not finite
         findings.append(f"{name}: a log is missing, unfinished or damaged: {error!r}")
         return None
-    losses = [event[key] for event in events for key in ("train_loss", "val_loss") if key in event]
-    if not findings.check(None not in losses, f"{name}: a loss is not finite"):  # logged as null
-        return None
-    findings.check(script == script_line(source),
-                   f"{name}.log: its first line must be {script_line(source)!r}")
-    code = source.encode("utf-8")
-    found = seed["code_bytes"], seed["code_sha256"]
-    findings.check(found == (len(code), sha256(code).hexdigest()),
-                   f"{name}: code_bytes and code_sha256 are not train_gpt.py's")
+    digest = sha256(code).hexdigest()
+    logged = script.split()[-1], seed["code_sha256"], seed["code_bytes"]
+    findings.check(logged == (digest, digest, len(code)), f"{name}: its script is not train_gpt.py")
     findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
-    resumed = any(event["event"] == "resume" for event in events)
-    findings.check(seed["losses"] and not resumed,
+    findings.check(not any(event["event"] == "resume" for event in events),
                    f"{name}: a record is one run from its first step to its end")
     findings.check(not slow, f"{name}: {slow}")
-    bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
     findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9), f"{name}: val_bpb "
                    f"{seed['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
     return seed
@@ -99,9 +86,8 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
     names = sorted(seed["overrides"].keys() - MAY_DIFFER)
     scored = [last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last]
     return {
-        **seed, "seed": settings["SEED"], "settings": settings, "machine": machine,
+        **seed, "seed": settings["SEED"], "settings": settings,
         "overrides": {name: settings[name] for name in names},
-        "losses": [event["train_loss"] for event in events if event["event"] == "train"],
         "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
         "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": sum(scored) / 1000,
         "wall_seconds": seed["elapsed_s"],
@@ -111,19 +97,13 @@ def summarize(events: list[dict], machine: str, text: str) -> dict:
         "parameters": int(re.search(r"^model_params:(\d+)", text, re.M)[1])}
 
 
-def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
+def read_folder(folder: Path, track: dict, division: str, findings: Findings) -> list[dict]:
     """Return the seeds of a record folder, each as summarize gives it, with the division's "table"
     for its tokenizer, and "val_bpb_original", bits per byte of the original text (or None)."""
-    script = folder / "train_gpt.py"
-    links = [path.name for path in folder.iterdir() if path.is_symlink()]  # lead to other files
-    findings.check(not links, f"{', '.join(links)} must be files, not links")
-    if links or not findings.check(script.is_file(), "train_gpt.py is missing"):
-        return []
-    source = script.read_text(encoding="utf-8")
-    logs = sorted(folder.glob("train_seed*.log"))
+    code, logs = (folder / "train_gpt.py").read_bytes(), sorted(folder.glob("train_seed*.log"))
     findings.check(logs, "there is no train_seedN.log")
-    seeds = [seed for path in logs if (seed := read_seed(path, source, findings))]
-    scored = load_track(folder).get("divisions", {}).get(division, {}).get("scored", {})
+    seeds = [seed for path in logs if (seed := read_seed(path, code, findings))]
+    scored = track.get("divisions", {}).get(division, {}).get("scored", {})
     for seed in seeds:
         digest = seed["settings"]["TOKENIZER_SHA256"]
         tables = [table for table in scored.values() if table["tokenizer_sha256"] == digest]
@@ -141,14 +121,6 @@ def read_folder(folder: Path, division: str, findings: Findings) -> list[dict]:
 
 
 # ---- The track ---------------------------------------------------------------------------------
-
-
-def load_track(folder: Path) -> dict:
-    """Return the rules of a folder's track. Raises ValueError if it is in none."""
-    path = folder.parent / "track.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} is not in a track: {path} is missing")
-    return load_json(path)
 
 
 def check_request(track: dict, division: str, count: int, settings: dict, findings: Findings):
@@ -171,28 +143,23 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
 
 def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings):
     """Apply every rule of track.json: limits, settings and the data of the division."""
-    request = Findings()
+    check_request(track, division, len(seeds), seeds[0]["settings"], findings)
     for seed in seeds:
-        reasons = Findings()
-        check_request(track, division, len(seeds), seed["settings"], request)
+        reasons, train_s = Findings(), seed["train_seconds"]
         amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
                    "max_export_seconds": seed["export_seconds"],
+                   "max_train_seconds": train_s - train_s / max(1, seed["steps"]) - HICCUP_S,
                    "max_world_size": seed["world_size"],
                    "max_threads": seed["threads"] * seed["world_size"]}
         for rule, amount in amounts.items():
             limit = track.get(rule, math.inf)
             reasons.check(amount <= limit, f"{rule.removeprefix('max_')} is {amount:,.9g}, more "
                           f"than {limit:,}")
-        seconds, limit = seed["train_seconds"], track.get("max_train_seconds", math.inf)
-        reasons.check(seconds <= limit + seconds / max(1, seed["steps"]) + HICCUP_S,
-                      f"{seconds:.1f} s of training pass the cap by more than the last step")
-        machine = track.get("machine", "")
-        reasons.check(machine in seed["machine"] and machine in (seed.get("gpu") or ""),
-                      f"nvidia-smi's output or the name of the GPU has no {machine}")
+        machine, gpu = track.get("machine", ""), seed.get("gpu") or ""
+        reasons.check(machine in gpu, f"the GPU is {gpu or 'none'}, not {machine}")
         if track.get("divisions"):
             check_data(seed, division, reasons)
         findings += [f"seed {seed['seed']}: {reason}" for reason in reasons]
-    findings += dict.fromkeys(request)  # each reason once
 
 
 def check_data(seed: dict, division: str, findings: Findings):
@@ -220,17 +187,18 @@ def check_data(seed: dict, division: str, findings: Findings):
 
 def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict, list[dict]]:
     """Return what the logs decide of submission.json, {} if findings forbid it, and the seeds."""
-    track = load_track(folder)
-    seeds = read_folder(folder, authored["division"], findings)
+    track = load_json(folder.parent / "track.json")
+    seeds = read_folder(folder, track, authored["division"], findings)
     base = load_base(folder, authored["base"], authored["division"], findings)
     findings.check(base or not authored["in_turn"], "in_turn is true, but there is no base")
     if findings:
         return {}, seeds
-    first = seeds[0]
+    first, settings = seeds[0], seeds[0]["settings"]
     originals = [seed["val_bpb_original"] for seed in seeds]
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {
-        "val_bpb_std": deviation([seed["val_bpb"] for seed in seeds]), "machine": machine_of(first),
+        "val_bpb_std": deviation([seed["val_bpb"] for seed in seeds]),
+        "machine": first.get("gpu") or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}",
         "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds),
         "bytes_code": first["code_bytes"], "script_sha256": first["code_sha256"],
@@ -241,7 +209,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     if base:  # A p-value needs runs of one machine and sitting.
         theirs = list(base["seed_results"].values())
         difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
-        test = compare_scores(track, seeds, theirs) if authored["in_turn"] else None
+        test = compare_scores(track, seeds, theirs) if authored["in_turn"] is True else None
         claims["against_base"] = test or {"difference": difference, "p": None}
     return claims, seeds
 
@@ -252,40 +220,13 @@ def load_base(folder: Path, base: str, division: str, findings: Findings) -> dic
         return {}
     place = folder.parent.parent / base
     is_other = place.parent == folder.parent and place != folder
-    is_other = is_other and (place / "submission.json").is_file()
-    if not findings.check(is_other, f"{base!r} is not another record of {folder.parent.name}"):
-        return {}
     submission = load_json(place / "submission.json")
-    findings.check(submission["division"] == division,
-                   f"{base} is of the division {submission['division']!r}")
+    findings.check(is_other and submission["division"] == division, f"{base} is not another record "
+                   f"of {folder.parent.name} and the division {division!r}")
     return submission
 
 
-def place_of(submission: dict) -> str:
-    """Return TRACK/DATE_NAME of a record."""
-    return f"{submission['track']}/{submission['date']}_{submission['name']}"
-
-
-def machine_of(seed: dict) -> str:
-    """Return the kind of machine: the GPU, or for CPUs the type of the model's products."""
-    settings = seed["settings"]
-    return seed.get("gpu") or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}"
-
-
-def rounded(claims: object) -> object:
-    """Return claims with 9 digits of each fraction: other releases of SciPy differ in the last."""
-    return json.loads(json.dumps(claims), parse_float=lambda text: float(f"{float(text):.9g}"))
-
-
 # ---- Data and artifacts ------------------------------------------------------------------------
-
-
-def data_command(track: dict, division: str, tokenizer: str) -> tuple[str, str]:
-    """Return the command that gets a division's data in a vocabulary, and that data's settings."""
-    of_division = track["divisions"][division]
-    values = {"tokenizer": tokenizer, "size": re.sub(r"\D", "", tokenizer)}
-    get, settings = (of_division[part].format(**values) for part in ("get", "set"))
-    return f"{interpreter()} {get}", settings
 
 
 def read_data(settings: dict, track: dict, division: str, findings: Findings):
@@ -296,10 +237,11 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
     shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
     if of_division and not shards:
         known = list(of_division["scored"])
-        tokenizer = next((name for name in known if folder.name.endswith(name)), known[0])
-        command, needed = data_command(track, division, tokenizer)
-        raise ValueError(f"there is no DATA_PATH={folder} with *_val_*.bin. Get the data with\n"
-                         f"    {command}\nand set {needed}")
+        named = [name for name in known if folder.name == f"{division}_{name}"]
+        tokenizer = (known + named)[-1]
+        hint = f"    {interpreter()} {of_division['get']}\nand set {of_division['set']}"
+        hint = hint.format(tokenizer=tokenizer, size=re.sub(r"\D", "", tokenizer))
+        raise ValueError(f"no DATA_PATH={folder} with *_val_*.bin. Get the data with\n{hint}")
     tokens, size = read_text(settings, ROOT)
     path = ROOT / settings["TOKENIZER_PATH"]
     name = path.read_bytes() if path.is_file() else settings["TOKENIZER_PATH"].encode()
@@ -316,23 +258,16 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
 
 
 def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) -> list[str]:
-    """Score the artifacts of these seeds again; return a line about each."""
+    """Score the artifacts of these seeds again; return a line about each. Raises ValueError if the
+    script gives no logits."""
     from probe import check_artifact
-    settings, lines = seeds[0]["settings"], []
-    tokens, size = read_data(settings, load_track(folder), division, findings)
-    found, logged = (len(tokens) - 1, size), (seeds[0]["val_tokens"], seeds[0]["val_bytes"])
-    if not findings.check(found == logged, f"DATA_PATH={settings['DATA_PATH']} has {found} tokens "
-                          "and bytes to score, not those of the logs"):
-        return []
+    track, lines = load_json(folder.parent / "track.json"), []
+    text = read_data(seeds[0]["settings"], track, division, findings)
     for seed in seeds:
         number, bpb = seed["seed"], seed["val_bpb"]
         artifact = folder / f"artifact_seed{number}.int8.ptz"
-        try:
-            scored, reason = check_artifact(folder / "train_gpt.py", artifact, seed["settings"],
-                                            (tokens, size), bpb, seed["threads"])
-        except ValueError as error:
-            findings.append(f"seed {number}: {error}")
-            continue
+        scored, reason = check_artifact(folder / "train_gpt.py", artifact, seed["settings"], text,
+                                        bpb, seed["threads"])
         findings.check(not reason, f"seed {number}: {reason}")
         lines.append(f"seed {number}: scored again {scored:.8f}, in the log {bpb:.8f}, "
                      f"{scored - bpb:+.1e}")
@@ -342,17 +277,15 @@ def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) 
 # ---- A folder ----------------------------------------------------------------------------------
 
 
-def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findings):
-    """The folder must have its files and no others, among them the artifacts of less than
-    `largest` bytes, as logged."""
+def check_files(folder: Path, seeds: list[dict], findings: Findings):
+    """The folder must have its files, which are no links, and no others. Only artifacts from
+    SMALL_ARTIFACT on may be missing; those that are there must be the logs'."""
     artifacts = {f"artifact_seed{seed['seed']}.int8.ptz": seed for seed in seeds}
     needed = {"README.md", "submission.json", "train_gpt.py", "curve.png"}
     needed |= {f"train_seed{seed['seed']}.{end}" for seed in seeds for end in ("log", "jsonl")}
-    needed |= {name for name, seed in artifacts.items() if seed["artifact_bytes"] < largest}
-    there = {path.name for path in folder.iterdir()} - {".DS_Store"}
-    for name in sorted(needed - there):
-        source = ": copy final_model.int8.ptz of that seed's run to it" * (name in artifacts)
-        findings.append(f"{name} is missing{source}")
+    needed |= {name for name, seed in artifacts.items() if seed["artifact_bytes"] < SMALL_ARTIFACT}
+    there = {path.name for path in folder.iterdir() if not path.is_symlink()} - {".DS_Store"}
+    findings += [f"{name} is missing, or a link" for name in sorted(needed - there)]
     extra = sorted(there - needed - artifacts.keys())
     findings += [f"{name} does not belong in a record" for name in extra]
     for name in sorted(there & artifacts.keys()):
@@ -364,35 +297,27 @@ def check_files(folder: Path, seeds: list[dict], largest: float, findings: Findi
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
     """Return the findings and lines to print about a folder. `again` scores its artifacts."""
-    findings, track = Findings(), load_track(folder)
-    findings.check(FOLDER_NAME.fullmatch(folder.name),
-                   f"{folder.name} must be DATE_Name (example: 2026-01-31_Wider)")
+    findings, track = Findings(), load_json(folder.parent / "track.json")
     submission = {**AUTHORED, **load_json(folder / "submission.json")}
-    odd = [key for key, value in AUTHORED.items() if not isinstance(submission[key], type(value))]
-    findings.check(not odd, f"submission.json: {', '.join(odd)} must be text, in_turn true or false")
-    place = f"{folder.parent.name}/{folder.name}"
-    findings.check(place_of(submission) == place,
-                   f"submission.json names {place_of(submission)}, not {place}")
-    if findings:
-        return findings, []
+    named = f"{submission['track']}/{submission['date']}_{submission['name']}"
+    findings.check(named == f"{folder.parent.name}/{folder.name}",
+                   f"submission.json is of {named}")
     computed, seeds = make_claims(folder, submission, findings)
     if not computed:
         return findings, []
-    claimed, wanted = rounded(submission), rounded(computed)
+    # With 9 digits of each fraction: other releases of SciPy differ in the last.
+    claimed, wanted = (json.loads(json.dumps(claims), parse_float=lambda text: f"{float(text):.9g}")
+                       for claims in (submission, computed))
     for key in sorted((claimed.keys() | wanted.keys()) - AUTHORED.keys()):
         claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
         findings.check(claim == number,
                        f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
     check_rules(track, submission["division"], seeds, findings)
-    has_artifacts = folder.name not in track.get("without_artifacts", [])
-    largest = 0 if not has_artifacts else math.inf if again else SMALL_ARTIFACT
-    check_files(folder, seeds, largest, findings)
+    check_files(folder, seeds, findings)
     notes = [f"{describe_score(computed)}, at most {computed['bytes_total']:,} bytes"]
     if submission["base"]:
         notes.append(f"against {submission['base']}: {describe_test(computed['against_base'])}")
-    if again and not has_artifacts:
-        notes.append("not scored again: only the digests of its artifacts are kept")
-    elif again and not findings:
+    if again and not findings:
         notes += rescore(folder, submission["division"], seeds, findings)
     return findings, notes
 
@@ -437,8 +362,7 @@ def main():
                         help="score the artifacts again; runs the folder's train_gpt.py")
     options = parser.parse_args()
     require_packages()
-    tracks = (ROOT / "records").glob("track_*/*")
-    folders = options.folders or sorted(path for path in tracks if path.is_dir())
+    folders = options.folders or sorted((ROOT / "records").glob("track_*/*/"))
     accepted = [report(folder.resolve(), options.rerun) for folder in folders]
     sys.exit(0 if all(accepted) else 1)
 
