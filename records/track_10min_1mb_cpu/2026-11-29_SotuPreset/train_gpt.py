@@ -1,0 +1,1499 @@
+"""Train the best language model you can within a size limit and a time limit.
+
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help has settings
+    torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, default settings
+
+Set NAME=value as an argument, else in the environment, else in a file @FILE.
+The science comes first, from Config to train; the rest is machinery. In shapes of
+tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
+C head width. "As published" means: as in the script of the parameter-golf challenge.
+"""
+from pathlib import Path
+
+SOURCE = Path(__file__).read_text("utf-8")  # now: it may be edited while the imports run
+
+import difflib
+import gc
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+import zlib
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from functools import lru_cache
+from hashlib import sha256
+from typing import Literal, NewType, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# ---- Configuration ---------------------------------------------------------------------
+STARTED = time.monotonic()  # RunLog counts from here, after the imports.
+HEADER_BYTES = 1024  # in front of a shard's tokens
+INT8_FORMAT = "int8_clean_per_row_v1"
+MODEL_FILE = "final_model.int8.ptz"  # the artifact (not the floats)
+CHECKPOINT_FORMAT = 4
+KEPT_CHECKPOINTS = 2  # of a run, the newest
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # Others use them.
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # in old files
+CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+           "skip_weight,skip_weights")
+SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
+Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
+LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else from 0
+
+def require(condition, message: str):
+    """Raise ValueError with a message for the user unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+@dataclass(frozen=True)
+class Config:
+    """Settings, by names in capitals, with help. Positive: from 1; Share: 0 to 1; Signed: any."""
+    # Model: its files store these settings.
+    tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # type in products
+    train_seq_len: Positive = 4096  # tokens in a row, in training and validation
+    vocab_size: Positive = 1024  # tokens in the vocabulary
+    vocab_pad: Positive = 1  # round the rows of embedding and head up to a multiple of N
+    num_layers: Positive = 9  # blocks; the first half feeds skips to the second
+    model_dim: Positive = 512  # width of the residual stream
+    num_heads: Positive = 8  # query heads, which share MODEL_DIM
+    num_kv_heads: Positive = 4  # key/value heads; must divide NUM_HEADS
+    mlp_mult: Positive = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
+    tie_embeddings: bool = True  # use one table for input and output
+    rope_base: Positive = 10000.0  # base of the rotary frequencies
+    logit_softcap: Positive = 30.0  # limit of the logits, by tanh
+    mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
+    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
+    shift_keys: bool = False  # take a part of each key from the token before
+    exclusive_attn: bool = False  # project its own value out of what a token attends to
+    lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
+    smear: bool = False  # add a learned share of the token before to each embedding
+    # Training: RESUME refuses other values of these.
+    seed: int = 1337  # of the initial weights, LOADER=shuffled and DROPOUT
+    loader: Literal["sequential", "shuffled"] = "sequential"  # order of the training text
+    overfit: bool = False  # train on the first batch again and again
+    train_batch_tokens: Positive = 393216  # tokens in a step, over all ranks
+    qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
+    tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
+    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
+    dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for blocks' matrices, else AdamW
+    adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
+    embed_lr: float = 0.6  # learning rate of an untied embedding, with Muon
+    head_lr: float = 0.008  # learning rate of an untied output head, with Muon
+    tied_embed_lr: float = 0.03  # learning rate of a tied embedding, with Muon
+    matrix_lr: float = 0.02  # learning rate of the blocks' matrices, with Muon
+    scalar_lr: float = 0.02  # learning rate of all other parameters, with Muon
+    muon_momentum: Share = 0.99  # Muon's momentum after its warm-up
+    muon_backend_steps: int = 5  # Newton-Schulz steps of Muon
+    muon_row_norm: bool = False  # scale rows of an update to 1 before Newton-Schulz
+    muon_momentum_warmup_start: Share = 0.92  # Muon's momentum at step 0
+    muon_momentum_warmup_steps: int = 1500  # raise Muon's momentum over N steps
+    beta1: Share = 0.9  # Adam's decay of the first moment
+    beta2: Share = 0.95  # Adam's decay of the second moment
+    adam_eps: float = 1e-8  # Adam's epsilon
+    fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
+    weight_decay: float = 0.0  # shrink matrices, embeddings by N * rate in a step
+    grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
+    control_tensor_name_patterns: str = CONTROL  # parts of names: floats of Adam
+    lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
+    lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
+    warmdown_iters: Signed = 3000  # rates fall in N last steps or their time; <= 0: never
+    warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
+    min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
+    # Run: RESUME accepts other values of these, if a step's texts stay the same.
+    run_id: str = ""  # name of the logs; empty: a new one
+    out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
+    init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
+    data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder with token shards
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # gpt2, byte260
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first available
+    matmul_precision: Literal["highest", "high", "medium"] = "high"  # of float32 products
+    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # by device
+    attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
+    iterations: int = 20000  # train for at most N steps
+    max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
+    warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
+    grad_accum_steps: int = 0  # texts (not passes) of a rank's step; 0: about 8 / ranks
+    micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
+    val_loss_every: int = 1000  # validate every N steps; 0: only at the end
+    val_batch_size: int = 524288  # score N / ranks / GRAD_ACCUM_STEPS tokens at once
+    eval_stride: int = 0  # score in windows that move by N tokens, too; 0: do not
+    train_log_every: int = 200  # log the first ten steps and every N-th; 0: no more
+    checkpoint_every: int = 0  # every N steps and at the end; 0: if stopped; two stay
+    resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
+    export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
+    embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
+    export_clip: float = 0.0  # clip rows at N deviations; 0: as published or not at all
+    gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
+    int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
+    size_cap: int = 0  # bytes to stay below, by raising EXPORT_CLIP if it is set
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            low, high = LIMITS.get(f.type, (0, 1e18))
+            require(isinstance(value, str) or low <= value <= high,
+                    f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
+        heads, width = self.num_heads, self.model_dim
+        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
+        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
+                f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}")
+        require(heads % self.num_kv_heads == 0,
+                f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
+        require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
+        require(self.lanes <= self.num_layers, f"LANES={self.lanes} must be at most NUM_LAYERS")
+        require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
+                f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
+
+FIELDS = {f.name.upper(): f for f in fields(Config)}
+OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
+OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
+STORED = ["TOKENIZER_PATH", *OF_MODEL]
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # INIT_FROM
+
+# ---- Ranks -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ranks:
+    """One process of a run: its rank, the number of ranks and its device."""
+    rank: int
+    world_size: int
+    device: torch.device
+    node: dist.ProcessGroup | None = None  # this machine's ranks
+
+    def max(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks. Collective."""
+        if self.world_size == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def sum(self, tensor):
+        """Replace a tensor of any shape by its sum over the ranks. Collective."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def to_device(self, array):
+        """Copy an array to the device, without waiting for a GPU."""
+        tensor = torch.from_numpy(array)
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=tensor.is_pinned())
+
+    def now_ms(self) -> float:
+        """Wait for the device's work; the time in ms since an arbitrary moment."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return 1000 * time.perf_counter()
+
+# ---- Model -----------------------------------------------------------------------------
+def rms_norm(x, gain=1.0):
+    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
+    factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
+    return (x * (factors * gain)).to(x.dtype)  # One pass over x, not two.
+
+def linear(x, *layers, scale=None):
+    """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
+    for layer in layers:
+        if hasattr(layer, "inputs_gram"):  # `calibrate` wants x^T x (D, D).
+            rows = x.detach().flatten(0, -2).float()
+            layer.inputs_gram = layer.inputs_gram + rows.mT @ rows
+    weights = [layer.weight for layer in layers]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    if scale is not None:  # Scaling the output would cost more.
+        weight = weight * scale[:, None]
+    return F.linear(x, weight.to(x.dtype))
+
+def rotate(x, cos, sin):
+    """Rotary embedding (arXiv:2104.09864) of x (B, T, H, C); cos and sin (T, 1, C/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+def tiled_attention(q, k, v):
+    """Causal attention on CPUs, by quarters of q (B, K, H/K, T, C); k, v (B, K, T, C)."""
+    outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
+    places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
+    for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
+        k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
+        scores = q_i.flatten(2, 3) @ k_i.mT
+        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
+        mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
+        weights = (scores + mask).softmax(-1)
+        outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
+    return torch.cat(outputs, 3)
+
+def causal_attention(q, k, v, kernel: str):
+    """Grouped causal attention (arXiv:2305.13245): q (B, H, T, C), k, v (B, K, T, C)."""
+    group = q.size(1) // k.size(1)  # query heads that share a key
+    if kernel == "tiled":
+        return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2)
+    takes_groups = kernel in ("cudnn", "flash")
+    if group > 1 and not takes_groups:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
+
+def token_before(x):
+    """x (B, T, ...) of the token before; zero for the first."""
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # the last dimension first
+
+def smear(x, share):
+    """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
+    return x + share.to(x.dtype) * token_before(x)
+
+def shift_keys(k, rope_dims: int):
+    """Take channels of k (B, T, K, C) from the token before, so that one layer can find
+    what followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
+    pairs = k.size(3) // 2
+    kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, the faster half
+    pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
+    return torch.where(pair < kept, k, token_before(k))
+
+def remove_own_value(y, v):
+    """Project y (B, T, H, C) off its v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
+    own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
+    y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
+    return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
+
+class Attention(nn.Module):
+    """Causal self-attention of x (B, T, D), with normed queries and keys."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        width = config.model_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # q, k, v
+        kv_width = width // config.num_heads * config.num_kv_heads
+        self.c_q = nn.Linear(width, width, bias=False)
+        self.c_k = nn.Linear(width, kv_width, bias=False)
+        self.c_v = nn.Linear(width, kv_width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
+
+    def forward(self, x, cos, sin, scale):
+        qkv = linear(x, self.c_q, self.c_k, self.c_v)
+        qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
+        q, k, v = qkv.split(self.heads, dim=2)
+        if self.config.shift_keys:
+            k = shift_keys(k, self.config.rope_dims)
+        q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
+        k = rotate(rms_norm(k), cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
+        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)
+        if self.config.exclusive_attn:
+            y = remove_own_value(y, v.transpose(1, 2))
+        return linear(y.flatten(2), self.proj, scale=scale)
+
+class MLP(nn.Module):
+    """Two linear layers with a squared, perhaps leaky ReLU between (arXiv:2109.08668)."""
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.model_dim, config.mlp_mult * config.model_dim, bias=False)
+        self.proj = nn.Linear(config.mlp_mult * config.model_dim, config.model_dim, bias=False)
+        self.slope = config.mlp_slope
+
+    def forward(self, x, scale):
+        x = F.leaky_relu(linear(x, self.fc), self.slope).square()
+        return linear(x, self.proj, scale=scale)
+
+def dropout(x, rate):
+    """Drop a share `rate` of the channels of a row of x (B, T, D): arXiv:1512.05287."""
+    if rate is None:
+        return x
+    draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
+    return x * ((draws >= rate) / (1 - rate)).to(x.dtype)
+
+class Block(nn.Module):
+    """Attention and MLP on a stream x (B, T, D), into which the embedding x0 is mixed."""
+    def __init__(self, config):
+        super().__init__()
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+        self.attn_scale = nn.Parameter(torch.ones(config.model_dim))
+        self.mlp_scale = nn.Parameter(torch.ones(config.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, config.model_dim))
+
+    def forward(self, x, x0, cos, sin, drop_rate):
+        mix = self.resid_mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + dropout(self.attn(rms_norm(x), cos, sin, self.attn_scale), drop_rate)
+        return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
+
+class LaneBlock(Block):
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035 bpb)."""
+    def __init__(self, config):
+        super().__init__(config)
+        # Rows: into x, into the lane. Columns: of itself, of attention, of the MLP.
+        shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
+        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's: CONTROL has resid_mix
+
+    def forward(self, x, lane, x0, cos, sin, drop_rate):
+        mix = self.resid_mix.to(x.dtype)
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, x stays.
+        attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
+        fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
+        to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
+        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
+        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
+
+def cross_entropy(logits, targets, limit: float):
+    """F.cross_entropy of logits (B, T, V) within +-limit, ignore_index=-1, in few passes:
+    a target's logit is a masked sum; no maximum is subtracted if exp cannot overflow."""
+    log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)
+    ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
+    nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
+    is_counted = targets >= 0
+    return (nats * is_counted).sum() / is_counted.sum()
+
+class GPT(nn.Module):
+    """A GPT; the first half of its blocks feeds skips to the second, last to first."""
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
+        width = config.model_dim
+        rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(rows, width)  # Drawn in the published order.
+        self.first_lane = config.num_layers - config.lanes
+        kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
+        self.blocks = nn.ModuleList(kind(config) for kind in kinds)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
+        self.half = config.num_layers // 2
+        self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
+        self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
+        rate = torch.zeros(()) if config.dropout else None  # Graphs would keep a number.
+        self.register_buffer("drop_rate", rate, persistent=False)
+        for name, p in self.named_parameters():
+            if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
+                depth = 2 * config.num_layers if ".proj." in name else 1
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name == "lm_head.weight" or ".proj." in name:
+                nn.init.zeros_(p)
+            elif name == "tok_emb.weight" and config.tie_embeddings:
+                nn.init.normal_(p, std=config.tied_embed_init_std)
+        pairs = width // config.num_heads // 2
+        exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
+        # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
+        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)
+        if self.compute_dtype == torch.bfloat16:  # As published, values are rounded.
+            for tensor in (*self.parameters(), frequencies):
+                tensor.data.copy_(tensor.data.bfloat16())
+            if config.optimizer == "muon" and not config.weight_decay:
+                self.tok_emb.bfloat16()  # as published; too coarse for smaller steps
+        angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
+        self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
+
+    def hidden(self, tokens):
+        """The last block's output (B, T, D) for tokens (B, T)."""
+        cos, sin = self.rotary[:, :tokens.size(1)].to(self.compute_dtype)
+        x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
+        if self.smear is not None:
+            x0 = smear(x0, self.smear)
+        x = x0.clone()  # If x were x0 itself, block 0 would need a graph of its own.
+        lane, skips = None, []
+        for i, block in enumerate(self.blocks):
+            if i == self.first_lane:
+                lane = x.clone()
+            if i >= self.half and skips:  # None is left for an odd last block.
+                x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
+            if lane is None:
+                x = block(x, x0, cos, sin, self.drop_rate)
+            else:
+                x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
+            if i < self.half:
+                skips.append(x)
+        return x if lane is None else lane  # Every block's output is in the lane, too.
+
+    def logits(self, x):
+        """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
+        cap = self.config.logit_softcap
+        logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
+        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap)
+
+    def loss(self, x, targets):
+        """Mean cross entropy in nats, 0-d float32, where the targets are not -1."""
+        return cross_entropy(self.logits(x), targets, self.config.logit_softcap)
+
+    def forward(self, tokens, targets):
+        """The `loss` of tokens and targets (B, T), int64."""
+        return self.loss(self.hidden(tokens), targets)
+
+# ---- Optimizers ------------------------------------------------------------------------
+def orthogonalize(updates, steps: int, compute=torch.bfloat16):
+    """Move singular values of (N, rows, columns) to about 1: kellerjordan.github.io/posts/muon
+    All is rounded to bfloat16; `compute` is the type of products, the faster one here."""
+    x = updates.bfloat16()
+    is_tall = x.size(1) > x.size(2)
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(steps):  # Newton-Schulz: x <- a x + (b A + c A^2) x, where A = x x^T
+        x = x.to(compute)
+        gram = (x @ x.mT).bfloat16().to(compute)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).bfloat16().to(compute)
+        x = torch.baddbmm(x, polynomial, x, beta=a).bfloat16()
+    return x.mT if is_tall else x
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalized momentum of banks: all matrices of a shape. The first one's state is the
+    bank's. A machine's ranks share the work: only DDP sends bytes to other machines."""
+    def __init__(self, groups: list[dict], config, ranks):
+        super().__init__(groups, {})
+        self.config, self.ranks = config, ranks
+        self.compute = torch.bfloat16 if bfloat16_is_native(ranks.device) else torch.float32
+        self.banks = {}
+        for p in self.param_groups[0]["params"]:
+            self.banks.setdefault(p.shape, []).append(p)
+
+    @torch.no_grad()
+    def step(self):
+        """Update all matrices. Collective."""
+        group, node = self.param_groups[0], self.ranks.node
+        node_rank, node_size = (node.rank(), node.size()) if node else (0, 1)
+        pending, gathers = [], []
+        for shape, params in self.banks.items():
+            grads = torch.stack([p.grad for p in params])
+            state = self.state[params[0]]
+            momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
+            state["momentum_buffer"] = momentum
+            share = math.ceil(len(params) / node_size)  # the matrices of a rank
+            mine = slice(share * node_rank, share * (node_rank + 1))
+            updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            if self.config.muon_row_norm:
+                updates = F.normalize(updates, dim=2)
+            updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's code
+            if node_size > 1:  # The transfer runs beside the next bank's work.
+                gathered = updates.new_empty(share * node_size, *shape)
+                gathers.append(dist.all_gather_single(gathered, updates.contiguous(), node, True))
+                updates = gathered
+            pending.append((params, updates))
+        for gather in gathers:
+            gather.wait()
+        for params, updates in pending:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
+
+def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
+    """By name: "adam" (AdamW, arXiv:1711.05101) and, for the blocks' matrices, "muon"."""
+    rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
+             "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
+    if config.optimizer == "adamw":
+        rates = dict.fromkeys(rates, config.adam_lr)
+    groups = {}
+    for kind, lr in rates.items():
+        decay = 0.0 if kind == "scalar" else config.weight_decay
+        groups[kind] = dict(kind=kind, params=[], lr=lr, base_lr=lr, weight_decay=decay)
+    controls = config.control_tensor_name_patterns.split(",")
+    for name, p in model.named_parameters():
+        kind = {"tok_emb.weight": "embed", "lm_head.weight": "head"}.get(name, "scalar")
+        is_control = any(part and part in name for part in controls)
+        if p.ndim == 2 and name.startswith("blocks.") and not is_control:
+            kind = "matrix"
+        groups[kind]["params"].append(p)
+    others = {}
+    if config.optimizer == "muon":
+        others["muon"] = Muon([groups.pop("matrix")], config, ranks)
+    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=config.fused or None)
+    return {"adam": adam, **others}
+
+# ---- Data ------------------------------------------------------------------------------
+@lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
+def epoch_order(seed: int, epoch: int, rows: int):
+    """The order of rows in an epoch of LOADER=shuffled: a permutation, uint32 (rows,)."""
+    return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
+
+class TokenLoader:
+    """The shards as one endless text in pieces: rows if shuffled, else a step's spans."""
+    def __init__(self, config, ranks):
+        self.config, self.ranks = config, ranks
+        self.shards = list(open_split(config, "train").items())
+        self.ends = np.cumsum([count for _, count in self.shards])
+        self.num_tokens = int(self.ends[-1])
+        self.rows = (self.num_tokens - 1) // config.train_seq_len
+        self.shuffled = config.loader == "shuffled"
+        step_rows = config.train_batch_tokens // config.train_seq_len
+        self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
+        self.length = config.train_batch_tokens // self.pieces
+        self.stride = self.length if self.shuffled else self.length + 1  # as published
+        # RESUME compares all shards, val's too: whole if short, else their beginnings.
+        paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
+        starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
+        self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
+                      "text_sha256": sha256(np.concatenate(starts)).hexdigest()}
+
+    def read(self, start: int, size: int):
+        """`size` tokens (uint16) from `start`. Raises ValueError as read_shard does."""
+        parts = []
+        while size > 0:
+            place = start % self.num_tokens
+            index = np.searchsorted(self.ends, place, side="right")
+            path, count = self.shards[index]
+            left = int(self.ends[index]) - place  # tokens in the rest of the shard
+            parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
+            start, size = start + len(parts[-1]), size - len(parts[-1])
+        return np.concatenate(parts)
+
+    def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
+        """This rank's inputs and targets (B, T), int64, by micro-batches."""
+        config, texts = self.config, []
+        first = step * self.pieces
+        epoch_steps = self.rows // self.pieces
+        last_epoch_start = round(expected_steps) - epoch_steps
+        # The last of two or more expected epochs has its own order, of epoch 10^6.
+        if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
+            first = 10**6 * self.rows + step % epoch_steps * self.pieces
+        first = 0 if config.overfit else first
+        for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
+            if self.shuffled:  # from a place in the order to its row
+                order = epoch_order(config.seed, piece // self.rows, self.rows)
+                piece = int(order[piece % self.rows])
+            texts.append(self.read(piece * self.stride, self.length + 1))
+        texts = np.stack(texts).astype(np.int64)
+        pair = np.stack((texts[:, :-1], texts[:, 1:]))
+        inputs, targets = self.ranks.to_device(pair.reshape(2, -1, config.train_seq_len))
+        rows = config.micro_batch_tokens // config.train_seq_len
+        return list(zip(inputs.split(rows), targets.split(rows)))
+
+# ---- Training --------------------------------------------------------------------------
+def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
+    """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
+
+    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the
+    run; or, as published, in its last WARMDOWN_ITERS steps or the time that they take."""
+    cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+    warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
+    done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
+    if config.lr_schedule == "cosine":
+        shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    elif config.warmdown_fraction:
+        shape = max(0.0, 1 - done) / config.warmdown_fraction
+    elif cap_ms < math.inf:
+        warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
+        shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+    else:
+        shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
+    falling = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
+    rising = (step + 1) / max(1, config.lr_warmup_steps)
+    risen = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
+    momentum = (1 - risen) * config.muon_momentum_warmup_start + risen * config.muon_momentum
+    return min(rising, falling), momentum
+
+class Trainer:
+    """Model, optimizers, scaler and clock. Raises ValueError for a bad INIT_FROM."""
+    def __init__(self, config, ranks, init_from=""):
+        self.config, self.ranks, self.clock = config, ranks, Clock(config, ranks)
+        torch.manual_seed(config.seed)
+        self.model = GPT(config)
+        if init_from:
+            load_weights(self.model, init_from)
+        self.model.to(ranks.device)
+        self.optimizers = build_optimizers(self.model, config, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
+        self.ddp = self.model  # or its wrapper, if there are several ranks
+        if ranks.world_size > 1:
+            torch._dynamo.config.optimize_ddp = False  # It cuts graphs by bucket; there is one.
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
+                           broadcast_buffers=False)
+
+    def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
+        config, step = self.config, self.clock.step
+        factor, momentum = schedule(config, step, self.clock.time_ms)
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * factor
+                if name == "muon":
+                    group["momentum"] = momentum
+        if config.dropout:  # A resumed run draws the same: integers have fixed hashes.
+            torch.manual_seed(hash((config.seed, step, self.ranks.rank)))
+            self.model.drop_rate.fill_(config.dropout)
+        losses = torch.zeros((), device=self.ranks.device)
+        for i, (inputs, targets) in enumerate(batches, 1):
+            self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
+            loss = self.ddp(inputs, targets) * (1 / len(batches))  # rounded as published
+            self.scaler.scale(loss).backward()
+            losses += loss.detach()
+        if config.dropout:
+            self.model.drop_rate.zero_()
+        for optimizer in self.optimizers.values():
+            self.scaler.unscale_(optimizer)
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in params])
+        if config.grad_clip_norm > 0:
+            nn.utils.clip_grads_with_norm_(params, config.grad_clip_norm, norm)
+        if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self.model.zero_grad()
+        self.scaler.update()
+        return losses, norm
+
+    def state_dict(self) -> dict:
+        """All that a step changes; the tensors are the live ones."""
+        return {"step": self.clock.step, "time_ms": self.clock.time_ms,
+                "model": self.model.state_dict(), "scaler": self.scaler.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers.values()]}
+
+    def load_state_dict(self, state: dict):
+        """Return to a `state_dict` and start the clock."""
+        self.model.load_state_dict(dict(state["model"]))  # without a file's _metadata
+        for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            optimizer.load_state_dict(old)
+        self.scaler.load_state_dict(state["scaler"])
+        self.clock.set(int(state["step"]), float(state["time_ms"]))
+
+def train(trainer, loader, validation, log):
+    """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
+
+    A turn does what is due, then makes a step; a GPU computes it while the next batch is
+    read. The time is estimated; at some steps, all wait and the ranks agree on it."""
+    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    saved_step, last_logged = clock.step, (clock.step, clock.time_ms)
+    while True:
+        is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
+        saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
+        if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
+            save_checkpoint(trainer, loader, log)  # first: what follows can take long
+            saved_step = clock.step
+        if is_done or clock.stop_signal:
+            return
+        if is_due(clock.step, config.val_loss_every):
+            validate(trainer, validation, log)
+            if clock.stop_signal:
+                continue  # to the checkpoint above
+        done = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
+        expected_steps = clock.step / done if done else config.iterations
+        loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
+        mean_ms = clock.time_ms / max(clock.step, 1)
+        step = clock.step = clock.step + 1
+        clock.time_ms += mean_ms
+        is_logged = step <= 10 or is_due(step, config.train_log_every)
+        near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
+        periods = (waits_every, config.val_loss_every, config.checkpoint_every)
+        if is_logged or near_end or any(is_due(step, every) for every in periods):
+            can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
+            if clock.synchronize(not (loss if can_overflow else loss + norm).isfinite()):
+                log.event("nonfinite", step=step)
+                raise FloatingPointError(f"loss or gradient near step:{step} is not finite; "
+                                         "lower the rates or set GRAD_CLIP_NORM=1")
+        if is_logged or clock.time_ms >= clock.cap_ms:
+            log_step(trainer, loader, log, loss, norm, last_logged)
+            last_logged = (step, clock.time_ms)
+
+# ==== The rest is machinery: start and settings, log, validation, files, a run ==========
+def find_ranks() -> list[int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, by torchrun. Raises ValueError."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if all(os.environ.get(name) for name in names):
+        return [int(os.environ[name]) for name in names]
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        require(os.environ.get(name, "1") == "1", f"{name} is not 1, but {names} are not all set: "
+                "use torchrun or tools/ranks.sh")
+    return [0, 1, 0, 1]
+
+def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """`cores`, or a container's quota of CPUs by Linux's cgroup v2, if that is less."""
+    most, period = quota.read_text().split() if quota.exists() else ("max", "1")  # in us
+    return cores if most == "max" else min(cores, int(most) / int(period))
+
+def start_ranks(config) -> Ranks:
+    """Choose the device and join the process group. Raises ValueError."""
+    rank, size, local_rank, local_size = find_ranks()
+    has_mps = torch.backends.mps.is_available() and size == 1  # MPS has no collectives.
+    usable = ["cuda"] * torch.cuda.is_available() + ["mps"] * has_mps + ["cpu"]
+    kind = usable[0] if config.device == "auto" else config.device
+    require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
+    device = torch.device(kind, local_rank if kind == "cuda" else None)
+    if kind == "cuda":
+        require(local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
+        torch.cuda.set_device(local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
+        torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
+    node = None
+    if size > 1:
+        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
+        try:  # hours: the others wait while rank 0 exports
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                    device_id=gpu, timeout=timedelta(hours=2))
+        except RuntimeError as error:
+            raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
+        node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
+    return Ranks(rank, size, device, node)
+
+def bfloat16_is_native(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware, as some CPUs do."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and has_units
+
+def choose_attention(config, device: torch.device) -> str:
+    """Enable ATTN, or the first kernel that runs 64 tokens here. Raises ValueError."""
+    kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+    if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
+        kernels.insert(0, "cudnn")  # It is 1.6 times as fast there.
+    elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
+        kernels.insert(0, "tiled")  # Longer rows would need much memory.
+    width = config.model_dim // config.num_heads
+    q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
+                       requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
+    for kernel in kernels if config.attn == "auto" else [config.attn]:
+        for name, pytorchs_name in SDP_OF_ATTN.items():  # The others go off.
+            getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
+        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
+            causal_attention(q, k, k, kernel).sum().backward()
+            return kernel
+    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
+
+def parse_value(name: str, text: str):
+    """The value of a variable that is written as `text`. Raises ValueError."""
+    f = FIELDS[name]
+    options = (0, 1, "false", "true") if f.type is bool else get_args(f.type)
+    choices = [str(option) for option in options]
+    require(not choices or text.lower() in choices, f"{name}={text!r} must be one of {choices}")
+    if f.type is bool:
+        return text.lower() in ("1", "true")
+    try:
+        return type(f.default)(text.lower() if choices else text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be of type {type(f.default).__name__}") from None
+
+def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """The text and origin of each name that is set. Raises ValueError, OSError."""
+    words = []
+    for file in (argument for argument in arguments if argument.startswith("@")):
+        lines = Path(file[1:]).read_text("utf-8-sig", errors="replace").splitlines()
+        words += [(line, file) for line in lines if line and line[0] != "#"]
+    words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
+    words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
+    given = {}
+    for word, origin in words:  # The last one wins.
+        name, is_pair, text = word.partition("=")
+        require(is_pair, f"{word!r} ({origin}) is not NAME=value, like NUM_LAYERS=9; see --help")
+        given[name] = (os.path.expanduser(text), origin)
+    return given
+
+def read_model(path: str) -> dict[str, str]:
+    """A file's settings of the model (an artifact's unknown ones, too), or {}."""
+    try:
+        state = read_saved(path)
+        config = state.get("config", {})  # of a checkpoint
+        about = {name: config[name.lower()] for name in STORED if name.lower() in config}
+        about |= json.loads(state.get("about", "{}"))
+    except Exception:  # Damaged files fail in many ways; `load_weights` says how.
+        return {}
+    return {name: str(value) for name, value in about.items()
+            if name in STORED or (value and name.lower() not in IGNORED)}
+
+def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Config, dict]:
+    """The configuration; text and origin of what was set. Raises ValueError, OSError."""
+    given = read_words(arguments, environment)
+    data_path, _ = given.get("DATA_PATH", (Config.data_path, ""))
+    with suppress(Exception):  # `Validation` says what is wrong with it.
+        about = json.loads(Path(data_path, "manifest.json").read_bytes())["tokenizer"]
+        file, size = Path(data_path, about["name"]), str(about["vocab_size"])
+        name = str(file) if file.is_file() else about["name"]  # such as gpt2
+        given = {"TOKENIZER_PATH": (name, "manifest"), "VOCAB_SIZE": (size, "manifest")} | given
+    path, _ = given.get("INIT_FROM", ("", ""))
+    for name, value in (read_model(path) if path else {}).items():
+        require(name in STORED, f"{path} has a setting that this script does not know: {name}")
+        text, origin = given.setdefault(name, (value, path))
+        require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
+                f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
+    for name in given.keys() - FIELDS.keys():  # unknown here
+        text, origin = given.pop(name)
+        likeness = 0.85 if origin == "environment" else 0.5  # Spare others' variables.
+        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
+        require(origin == "environment" and not near,
+                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
+    values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
+    return Config(**values), given
+
+# ---- Log -------------------------------------------------------------------------------
+def set_aside(*paths: Path):
+    """Rename files that another run has left under these names to NAME.TIME.SUFFIX."""
+    now = time.time_ns()  # one for all: it tells which files belong together
+    for path in filter(Path.exists, paths):
+        aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
+        warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
+
+class RunLog:
+    """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""
+    def __init__(self, run_id: str, source: str, is_main: bool):
+        self.code, self.files = source.encode(), ()  # `export` counts the code's bytes.
+        if not is_main:
+            return
+        Path("logs").mkdir(exist_ok=True)
+        paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
+        set_aside(*paths)  # The logs of two runs never mix.
+        self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
+        self.files = (sys.stdout, self.text)
+        self.line(str(paths[0]), sys.stdout)
+        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
+        self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
+                  f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
+
+    def line(self, text: str, *files):
+        """Write a line to `files`, else to console and .txt; warn if that fails."""
+        for file in files or self.files:
+            try:
+                print(text, file=file, flush=True)
+            except (OSError, ValueError) as error:  # full, closed, or of another encoding
+                warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
+
+    def event(self, event: str, text="", **values):
+        """Write values to the .jsonl and, formatted by `text`, to console and .txt."""
+        if self.files:
+            values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
+            plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
+            self.line(json.dumps(plain), self.json)
+        if text:
+            self.line(text.format(**values))
+
+# ---- Shards and validation -------------------------------------------------------------
+def count_tokens(path) -> int:
+    """The count in a shard's header, after magic number and version. Raises ValueError."""
+    header = np.fromfile(path, dtype="<i4", count=3).tolist()
+    require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
+    size, count = path.stat().st_size, header[2]
+    require(count > 0 and size == HEADER_BYTES + 2 * count, f"{path} is damaged: {size} "
+            f"bytes do not match {count} tokens; make or download it again")
+    return count
+
+def read_shard(path, vocab_size: int, start=0, count=-1):
+    """`count` tokens (uint16) of a shard from `start` on; -1: all. No file stays open: there
+    may be very many. Raises ValueError for a token outside the vocabulary."""
+    tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
+    require(len(tokens) >= max(1, count), f"{path} has become shorter; make it again")
+    largest = int(tokens.max())
+    require(largest < vocab_size, f"{path} holds token {largest}, too large for VOCAB_SIZE="
+            f"{vocab_size}; set it and TOKENIZER_PATH to what the shards were made with")
+    return tokens
+
+def open_split(config, split: str) -> dict[Path, int]:
+    """The tokens of each shard of "train" or "val", sorted by name. Raises ValueError."""
+    where = f"DATA_PATH={config.data_path!r}"
+    paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
+    others = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
+    require(paths, f"there is no {where} with *_{split}_*.bin; use or run {', '.join(others)}")
+    shards = {path: count_tokens(path) for path in paths}
+    tokens = sum(shards.values())
+    require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, "
+            f"too few for a row of TRAIN_SEQ_LEN={config.train_seq_len}")
+    return shards
+
+def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
+    """The tokenizer's kind; tokens' bytes (V, 2), in a text and after a control token, where an
+    added space does not count; which are control tokens (V,). Raises ValueError."""
+    path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
+    try:
+        if path == "byte260":
+            kind, lengths = "byte", [0] * 4 + [1] * 256  # special tokens, then bytes
+        elif path.endswith(".model"):
+            import sentencepiece
+            kind = "sentencepiece"
+            model = sentencepiece.SentencePieceProcessor(model_file=path)
+            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
+            for i in range(model.vocab_size()):
+                piece = model.id_to_piece(i).replace("\u2581", " ")
+                # caseops marks the case of the next letters by symbols without a score.
+                is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
+                if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+                    piece = ""
+                lengths.append(1 if model.is_byte(i) else len(piece.encode()))
+                starting_lengths.append(lengths[i] - (prepends and piece.startswith(" ")))
+                is_control.append(model.is_control(i))
+        else:
+            import tiktoken
+            encoding = tiktoken.get_encoding(path)
+            kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens: 0
+            for text in encoding.token_byte_values():
+                lengths[encoding.encode_single_token(text)] = len(text)
+    except Exception as error:  # a missing package, a missing or damaged file
+        raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
+    require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but "
+            f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
+    table = np.array([lengths, starting_lengths or lengths], dtype=np.uint16).T
+    return kind, table, np.array(is_control or [False] * len(lengths))
+
+class Validation:
+    """The validation text and its bytes. Raises ValueError if manifest.json contradicts."""
+    def __init__(self, config, ranks):
+        self.config, self.ranks = config, ranks
+        source = Path(config.data_path, "manifest.json")
+        try:
+            splits = json.loads(source.read_bytes() if source.exists() else "{}").get("splits", {})
+            counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
+            entries = sum((split.get("shards", []) for split in splits.values()), [])
+            self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
+        except Exception as error:  # Damaged files fail in many ways.
+            raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
+        there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
+        listed = self.data_sha256.keys() or there  # A score needs no training shards.
+        odd = sorted(there ^ listed if config.iterations or config.gptq_batches else there - listed)
+        require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
+        tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
+        self.tokenizer_kind, table, is_control = load_byte_table(config)
+        target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
+        found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
+        wanted = [own if said is None else said for said, own in zip(counts, found)]
+        require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
+                f"and TOKENIZER_PATH={config.tokenizer_path} give {found}: scores would be wrong")
+        rows = (len(tokens) - 1) // config.train_seq_len
+        self.num_targets = rows * config.train_seq_len
+        self.tokens = tokens[:self.num_targets + 1]
+        self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
+
+    def score(self, model, stride=0) -> dict[str, float]:
+        """Score all rows, or windows of a row's length that move by `stride`. Collective."""
+        config, ranks, start_ms = self.config, self.ranks, self.ranks.now_ms()
+        length = config.train_seq_len
+        stride = min(stride or length, length)
+        windows = 1 + math.ceil((self.num_targets - length) / stride)
+        limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
+        batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
+        # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
+        stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
+        starts = np.concatenate(([0], stops[:-1]))
+        # Short texts reuse training's graph, with gradients; MPS: pytorch#195910.
+        has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
+        needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
+        nats = torch.zeros((), dtype=torch.float64, device=device)
+        for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
+            rows = slice(first, first + batch)
+            places = stops[rows, None] - length + np.arange(length)
+            is_scored = places >= starts[rows, None]
+            targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
+            pair = np.stack((self.tokens[places], targets))  # int64
+            with torch.set_grad_enabled(needs_grad):
+                loss = model(*ranks.to_device(pair)).detach()
+            nats += loss.to(device).double() * int(is_scored.sum())
+        total = ranks.sum(nats).item()
+        return {"val_loss": total / self.num_targets, "val_bpb": total / math.log(2) / self.bytes,
+                "eval_time_ms": ranks.now_ms() - start_ms}
+
+# ---- Export ----------------------------------------------------------------------------
+def round_gptq(rows, scales, levels: int, inputs_gram):
+    """Round rows (N, columns) / scales (N, 1) by GPTQ (arXiv:2210.17323) for inputs' x^T x."""
+    damping = 0.01 * inputs_gram.diag().mean().clamp_min(1e-7) * torch.eye(len(inputs_gram))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(inputs_gram.double() + damping))
+    triangle = torch.linalg.cholesky(inverse, upper=True).float().contiguous()
+    rows, scales, rounded = rows.clone(), scales[:, 0], torch.empty_like(rows)
+    for i, factors in enumerate(triangle):
+        rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
+        error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
+        rows[:, i:] -= torch.outer(error, factors[i:])  # Later columns make up for it.
+    return rounded
+
+def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
+    """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
+    Bits 0 means 8 as published, clipped at the 99.99984th percentile, with a least scale."""
+    is_matrix, levels = tensor.ndim == 2, 2 ** (bits - 1) - 1 if bits else 127
+    rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
+    if not bits:
+        limits = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
+        rows = rows.clamp(-limits, limits)
+        scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
+    else:
+        limits = clip * rows.std(1) if clip else rows.abs().amax(1)
+        scales = (limits / levels).clamp_min(1e-7).half()[:, None]
+    if inputs_gram is None:
+        rounded = (rows / scales).round().clamp(-levels, levels)
+    else:
+        rounded = round_gptq(rows, scales, levels, inputs_gram)
+    scales = scales[:, 0].half() if is_matrix else scales.squeeze()
+    return rounded.to(torch.int8).view(tensor.shape), scales
+
+def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
+    """The int8 artifact and its payload in bytes; small tensors stay floats."""
+    published = config.export_bits == config.embed_bits == 8 and not config.export_clip
+    published &= config.optimizer == "muon" and not calibration  # not for AdamW's small weights
+    about = {name: getattr(config, name.lower()) for name in STORED}
+    path = Path(config.tokenizer_path)
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
+    keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
+    artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
+    controls = config.control_tensor_name_patterns.split(",")
+    for name, t in state.items():
+        dtype = str(t.dtype).removeprefix("torch.")
+        is_control = any(part and part in name for part in controls)
+        if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
+            bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
+            options = (bits, config.export_clip, (calibration or {}).get(name))
+            if published or is_control or t.ndim != 2:
+                options = ()  # as published
+            artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t, *options)
+            artifact["dtypes"][name] = dtype
+            if t.ndim == 2:
+                artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
+        elif is_control or not t.is_floating_point():
+            artifact["passthrough"][name] = t
+        else:
+            artifact["passthrough"][name] = t.half()
+            artifact["passthrough_orig_dtypes"][name] = dtype
+    parts = (artifact[part] for part in ("quantized", "scales", "passthrough"))
+    return artifact, sum(t.nbytes for part in parts for t in part.values())
+
+def saved(value) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
+    """The artifact's file, in the smaller of two codings, and what the log says of it."""
+    artifact, payload = quantize(state, config, calibration)
+    raw = saved(artifact)
+    packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
+    data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
+    return data, {"payload_bytes": payload, "raw_bytes": len(raw), "artifact_bytes": len(data),
+                  "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
+
+def read_saved(path: str | Path) -> dict:
+    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file is read
+    for its checksums and mapped: the ranks of a machine share its memory."""
+    is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
+    source = str(path)
+    if not is_plain:
+        packed = Path(path).read_bytes()  # A limit keeps zip bombs small.
+        source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
+    with zipfile.ZipFile(source) as archive:
+        require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
+        require(archive.testzip() is None, "a checksum is wrong; copy it again")
+    if not is_plain:
+        source.seek(0)
+    return torch.load(source, map_location="cpu", weights_only=True, mmap=is_plain)
+
+def load_weights(model, path: str | Path):
+    """Load the weights of an artifact, state dict or checkpoint. Raises ValueError."""
+    try:
+        state = read_saved(path)
+        state = state.get("model", state)  # of a checkpoint
+        if state.get("__quant_format__") == INT8_FORMAT:
+            for name, values in state["quantized"].items():
+                scale = state["scales"][name]
+                is_matrix = values.ndim == 2
+                wanted = model.get_parameter(name).shape
+                require((values.shape, scale.shape) == (wanted, wanted[:is_matrix]),
+                        f"{name} has another shape")
+                scale = scale[:, None] if is_matrix else scale  # of each row, or of all
+                state["passthrough"][name] = values.float() * scale
+            state = state["passthrough"]
+        model.load_state_dict(dict(state))  # dict(): without a file's _metadata
+    except Exception as error:  # Damaged files fail in many ways.
+        raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
+
+def write_whole(path, data: bytes):
+    """Write, set aside what was there, rename: `path` is never half. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # Somebody may have tidied up.
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        set_aside(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from None
+
+def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
+    """x^T x (columns, columns) of the inputs of each weight, by its name. Collective."""
+    model, calibration = trainer.model, {}
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
+    for layer in layers.values():
+        layer.inputs_gram = 0.0  # `linear` adds to it.
+    with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
+        for inputs, targets in sum(steps, []):  # MPS needs gradients: see `score`.
+            model(inputs, targets)
+    for name, layer in layers.items():
+        if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
+            calibration[f"{name}.weight"] = trainer.ranks.sum(layer.inputs_gram).cpu()
+        del layer.inputs_gram
+    return calibration
+
+# ---- Checkpoints -----------------------------------------------------------------------
+def list_checkpoints(config, suffix=".pt") -> list[Path]:
+    """The checkpoints of RUN_ID by steps, or of all runs by times; the newest first."""
+    pattern = (re.escape(config.run_id) or ".+") + r"_\d{8,}" + re.escape(suffix)
+    folder = Path(config.out_dir or "logs")
+    files = folder.glob("checkpoints/*" if config.out_dir else "*/checkpoints/*")
+    found = [path for path in files if re.fullmatch(pattern, path.name) and path.exists()]
+    return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime)[::-1]
+
+def find_checkpoint(config) -> dict:
+    """The checkpoint RESUME; "auto": the newest readable, or {}. Raises ValueError."""
+    paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
+    for path in paths:
+        try:
+            state = read_saved(path)
+            require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
+            return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
+        except Exception as error:  # Damaged files fail in many ways.
+            print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
+    require(not paths, f"RESUME={config.resume}: no usable checkpoint; change it or RUN_ID")
+    return {}
+
+def resume(trainer, loader, state: dict):
+    """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
+    try:
+        old, new = {**asdict(Config()), **state["config"]}, asdict(trainer.config)
+        refused = [f"{n} was {old[f.name]!r} and is {new[f.name]!r}" for n, f in FIELDS.items()
+                   if n not in OF_RUN and old[f.name] != new[f.name]]
+        gone = sorted(old.keys() - new.keys() - IGNORED)
+        refused += [f"{name.upper()} is unknown now" for name in gone if old[name]]
+        require(not refused, f"it was trained with other settings: {'; '.join(refused)}")
+        require(state["step"] <= trainer.config.iterations, "its step is beyond ITERATIONS")
+        changed = [n for n, value in loader.about.items() if state.get(n, value) != value]
+        require(not changed, f"{', '.join(changed)} changed: by data, ranks or GRAD_ACCUM_STEPS")
+        trainer.load_state_dict(state)
+    except Exception as error:  # Damaged files fail in many ways.
+        raise ValueError(f"checkpoint {state['path']} does not fit this run: {error}; "
+                         "undo that, or start anew with a new RUN_ID") from None
+
+def save_checkpoint(trainer, loader, log):
+    """Write a checkpoint and delete all but this run's newest. A failure only warns."""
+    config, step = trainer.config, trainer.clock.step
+    path = Path(config.out_dir, "checkpoints", f"{config.run_id}_{step:08d}.pt")
+    try:
+        data = saved({"format": CHECKPOINT_FORMAT, "config": asdict(config),
+                      **loader.about, **trainer.state_dict()})
+        write_whole(path, data)
+        log.event("checkpoint", step=step, file=path.name, bytes=len(data))
+        old = [p for p in list_checkpoints(config) if p != path][KEPT_CHECKPOINTS - 1:]
+        for file in old + list_checkpoints(config, ".pt.tmp"):  # .tmp: of killed runs
+            file.unlink()
+    except OSError as error:
+        log.line(f"warning: checkpoint of step {step}: {error}")
+
+# ---- A run -----------------------------------------------------------------------------
+class Clock:
+    """Steps, training time in ms, and signals to stop; the ranks `synchronize` them."""
+    def __init__(self, config, ranks):
+        self.ranks, self.iterations = ranks, config.iterations
+        self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
+        self.signal = 0  # the first that this process received
+        self.stop_signal = 0  # received by any rank when they last synchronized
+        self.set(0, 0.0)
+
+    def set(self, step: int, time_ms: float):
+        """Start the clock after `step` steps, which took `time_ms`."""
+        gc.collect(1)  # here, off the clock: `signals_kept` disables it
+        self.step, self.time_ms = step, time_ms
+        self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
+
+    def synchronize(self, is_bad=False) -> bool:
+        """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
+        elapsed_ms = self.ranks.now_ms() - self.zero_ms
+        self.stop_signal, self.time_ms, is_bad = self.ranks.max(self.signal, elapsed_ms, is_bad)
+        return bool(is_bad)
+
+    @contextmanager
+    def paused(self):
+        """Stop the clock on all ranks for what is not training. Collective."""
+        self.synchronize()
+        stopped_ms = self.time_ms
+        yield
+        self.synchronize()  # Wait for all ranks, take their signals, drop the time.
+        self.set(self.step, stopped_ms)
+
+    def on_signal(self, number: int, frame):
+        """Keep a signal for `synchronize`."""
+        if not self.signal and self.ranks.rank == 0:
+            with suppress(OSError):  # The terminal may be closed.
+                os.write(2, b"stopping after this step or score; Ctrl-\\: now (torchrun: 30 s)\n")
+        self.signal = self.signal or number
+
+def is_due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never if that is 0."""
+    return every > 0 and step % every == 0
+
+def warm_up(trainer, loader, log):
+    """Before step 0, make WARMUP_STEPS steps of one micro-batch at rate 0. Start the clock."""
+    before = trainer.state_dict()  # At step 0 there are no moments; rate 0 keeps weights.
+    steps = trainer.config.warmup_steps * (trainer.config.iterations > trainer.clock.step == 0)
+    for optimizer in trainer.optimizers.values():
+        for group in optimizer.param_groups:
+            group["base_lr"] = 0.0
+    for i in range(1, steps + 1):
+        trainer.train_step(loader.batches(0)[:1])
+        log.line(f"warmup_step:{i}/{steps}")
+    trainer.load_state_dict(before)
+
+def validate(trainer, validation, log):
+    """Log the model's score, off the clock. Collective."""
+    clock = trainer.clock
+    with clock.paused():
+        score = validation.score(trainer.model)
+        log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
+                  "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms",
+                  step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
+                  step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
+
+def log_step(trainer, loader, log, loss, norm, since: tuple):
+    """Log the step just done; `since`: step and ms of the line before. Collective."""
+    config, step, time_ms = trainer.config, trainer.clock.step, trainer.clock.time_ms
+    mean_loss = trainer.ranks.sum(loss).item() / trainer.ranks.world_size
+    tokens = config.train_batch_tokens * (step - since[0])
+    optimizer = trainer.optimizers.get("muon", trainer.optimizers["adam"])
+    log.event("train", "step:{step}/{iterations} train_loss:{train_loss:.4f} train_time:"
+              "{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms lr:{lr:.2e} grad_norm:"
+              "{grad_norm:.3f} tok_per_sec:{tok_per_sec:.0f} epoch:{epoch:.3f}",
+              step=step, iterations=config.iterations, train_loss=mean_loss,
+              train_time_ms=time_ms, step_avg_ms=time_ms / step, grad_norm=norm.item(),
+              tok_per_sec=1000 * tokens / max(time_ms - since[1], 1e-6),
+              lr=optimizer.param_groups[0]["lr"], mem_mib=torch.cuda.max_memory_allocated() >> 20,
+              epoch=step * loader.pieces * loader.stride / loader.num_tokens)
+
+def export(trainer, loader, validation, log):
+    """Calibrate, validate, write the two files, load the artifact. Raises OSError."""
+    config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
+    state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
+    clock.set(clock.step, clock.time_ms)  # not the time of the last checkpoint
+    with clock.paused():
+        if ranks.rank == 0:  # the floats first: nothing below can lose them
+            floats = saved(state)
+            write_whole(Path(config.out_dir, "final_model.pt"), floats)
+    batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
+    calibration = calibrate(trainer, batches) if batches else None  # on the clock
+    validate(trainer, validation, log)
+    if clock.step < config.iterations:
+        log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
+                 f"step:{clock.step}/{config.iterations}")
+    if ranks.device.type == "cuda":
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
+    if ranks.rank == 0:
+        path, code = Path(config.out_dir, MODEL_FILE), len(log.code)
+        cap = config.size_cap or math.inf
+        for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
+            clipped = replace(config, export_clip=1.1**i * config.export_clip)
+            data, about = pack(state, clipped, calibration)
+            if len(data) + code <= cap:
+                break
+            log.line(f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP={clipped.export_clip:g}")
+        write_whole(path, data)
+        log.event("export", """Serialized model: {model_bytes} bytes
+Code size: {code_bytes} bytes
+Total submission size: {model_total} bytes
+Serialized model int8+zlib: {artifact_bytes} bytes \
+(payload:{payload_bytes} raw_torch:{raw_bytes} payload_ratio:{payload_ratio:.2f}x)
+Total submission size int8+zlib: {total_bytes} bytes""",
+                  step=clock.step, model_bytes=len(floats), code_bytes=code,
+                  model_total=len(floats) + code, total_bytes=len(data) + code,
+                  payload_ratio=sum(t.nbytes for t in state.values()) / about["payload_bytes"],
+                  code_sha256=sha256(log.code).hexdigest(), **about)
+        load_weights(trainer.model, path)
+    if ranks.world_size > 1:  # The other ranks may not see the file.
+        for p in trainer.model.parameters():
+            dist.broadcast(p.data, 0)
+    clock.synchronize()  # All ranks learn of signals that came meanwhile.
+
+def log_final_scores(trainer, validation, log):
+    """Score what the artifact holds. Raises ValueError if that is not finite."""
+    config, step = trainer.config, trainer.clock.step
+    if config.eval_stride:
+        score = validation.score(trainer.model, config.eval_stride)
+        log.event("windows", "windows val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f} "
+                  "eval_time:{eval_time_ms:.0f}ms", step=step, **score)
+    score = validation.score(trainer.model)
+    log.event("final", "final_int8_zlib_roundtrip val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
+              "eval_time:{eval_time_ms:.0f}ms\nfinal_int8_zlib_roundtrip_exact "
+              "val_loss:{val_loss:.8f} val_bpb:{val_bpb:.8f}", step=step, **score)
+    require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
+
+def plan_batch(config, ranks) -> Config:
+    """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if
+    it has fewer rows): 1, 2, 4 and 8 ranks train alike. Raises ValueError."""
+    length, tokens = config.train_seq_len, config.train_batch_tokens
+    spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
+    spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
+    unit = spans_per_rank * ranks.world_size * length
+    nearest = max(1, round(tokens / unit)) * unit
+    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
+            f"(spans * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
+    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
+    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
+    if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
+        per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35
+        memory = torch.cuda.get_device_properties(ranks.device).total_memory
+        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
+    limit = config.micro_batch_tokens or limits[ranks.device.type]
+    rows = tokens // (ranks.world_size * length)  # of a rank
+    at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
+    return replace(config, grad_accum_steps=spans_per_rank, micro_batch_tokens=at_once * length)
+
+def resolve(config, ranks) -> Config:
+    """Replace automatic settings with their values. Raises ValueError."""
+    device = ranks.device.type
+    other = "float16" if device == "cuda" else "float32"  # A T4 is fast in float16 only.
+    if config.dtype == "auto":
+        config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else other)
+    if config.compile == "auto":
+        mode = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0"}.get(device, "0")
+        config = replace(config, compile=mode if config.iterations else "0")
+    config = plan_batch(config, ranks)
+    run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    path = Path(config.tokenizer_path)
+    digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
+    require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
+            f"or wrong; use the one with TOKENIZER_SHA256={config.tokenizer_sha256}")
+    return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
+                   attn=choose_attention(config, ranks.device), tokenizer_sha256=digest,
+                   fused=config.fused and device != "mps")
+
+def announce(trainer, loader, validation, log, overrides: dict):
+    """Log data, model and settings, in lines that begin as the published trainer's."""
+    c, ranks = trainer.config, trainer.ranks
+    rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers.values() for g in o.param_groups}
+    log.event("config", config={name: getattr(c, f.name) for name, f in FIELDS.items()},
+              overrides=overrides, data_sha256=validation.data_sha256, torch=torch.__version__,
+              val_tokens=validation.num_targets, val_bytes=validation.bytes,
+              world_size=ranks.world_size, threads=torch.get_num_threads(),
+              gpu=torch.cuda.get_device_name() if c.device == "cuda" else "")
+    log.line(f"""val_bpb:enabled tokenizer_kind={validation.tokenizer_kind} \
+tokenizer_path={c.tokenizer_path}
+train_loader:dataset:{Path(c.data_path).name} train_shards:{len(loader.shards) if loader else 0} \
+tokens:{loader.num_tokens if loader else 0}
+val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.num_targets}
+model_params:{sum(p.numel() for p in trainer.model.parameters())}
+world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
+dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
+sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDP_OF_ATTN.items())}
+attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
+tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
+matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
+train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
+iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
+max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
+seed:{c.seed}""")
+
+def compile_model(trainer, loader):
+    """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
+    mode, model = trainer.config.compile, trainer.model
+    torch.compiler.reset()  # An earlier run of this process may have filled its cache.
+    options = {"mode": "max-autotune-no-cudagraphs"} if mode == "max-autotune" else {}
+    for part in model.blocks if mode == "blocks" else [model]:
+        part.compile(dynamic=False, fullgraph=True, **options)
+    if mode == "blocks":
+        model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
+    try:
+        model(*loader.batches(0)[0]).backward()
+    except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
+        reason = str(error).partition("Output:")[2] or repr(error)  # of a compiler
+        raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
+    model.zero_grad()
+
+@contextmanager
+def signals_kept(clock):
+    """Within, `clock` takes signals (not ones ignored, as by nohup); gc is off."""
+    stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
+    handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
+    gc.disable()  # It slows compiling, and other ranks wait for it.
+    try:
+        yield
+    finally:
+        gc.enable()
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
+
+def run(config, overrides: dict, source: str) -> int:
+    """Train, export and score; return the exit status. `main` prints errors."""
+    ranks = start_ranks(config)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    checkpoint = find_checkpoint(config) if config.resume else {}
+    config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
+    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
+    validation = Validation(config, ranks)
+    reads = config.iterations or (exports and config.gptq_batches)
+    loader = TokenLoader(config, ranks) if reads else None
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()
+                if name not in OF_RUN or not isinstance(f.default, str)]  # These may differ.
+    facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
+    code = zlib.crc32(facts.encode())
+    require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
+    trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
+    clock = trainer.clock
+    if checkpoint:
+        resume(trainer, loader, checkpoint)
+    if ranks.rank == 0:
+        Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+        require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
+    log = RunLog(config.run_id, source, ranks.rank == 0)
+    announce(trainer, loader, validation, log, overrides)
+    if checkpoint:
+        log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
+                  step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
+    elif config.resume:
+        log.line("RESUME=auto finds no checkpoint; starting at step 0")
+    for path in list_checkpoints(config) if ranks.rank == 0 and config.iterations else []:
+        if path.name > f"{config.run_id}_{clock.step:08d}.pt":
+            set_aside(path)  # else RESUME=auto would continue that earlier run
+    del checkpoint  # On a GPU, nothing needs the mapped file any more.
+    with signals_kept(clock):
+        if config.iterations and config.compile != "0":
+            log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
+            compile_model(trainer, loader)
+        warm_up(trainer, loader, log)
+        train(trainer, loader, validation, log)
+        if exports and not clock.stop_signal:
+            export(trainer, loader, validation, log)  # A signal now waits for its files.
+    if clock.stop_signal:
+        hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
+        log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
+    else:
+        log_final_scores(trainer, validation, log)
+    ranks.max(0)  # Wait for all: gloo aborts in a rank whose peer has left.
+    return 128 + int(clock.stop_signal) if clock.stop_signal else 0
+
+def main() -> int:
+    """Run the script with this process's arguments and environment; the exit status."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
+        settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
+        print(__doc__, re.sub(r"\n    \w+:", lambda name: name[0].upper(), settings))
+        return 0
+    status = 1
+    try:
+        status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
+            torch.AcceleratorError, torch.OutOfMemoryError) as error:
+        hints = {torch.OutOfMemoryError: "\nLower MICRO_BATCH_TOKENS or MODEL_DIM",
+                 FileExistsError: ": a file or a broken link; remove it"}
+        hint = hints.get(type(error), "")
+        print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
+    if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
+        os._exit(status)
+    return status
+
+if __name__ == "__main__":
+    sys.exit(main())
