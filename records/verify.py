@@ -51,14 +51,14 @@ class Findings(list):
 # ---- The seeds of a folder ---------------------------------------------------------------------
 
 
-def read_seed(path: Path, code: bytes, findings: Findings) -> dict | None:
+def read_seed(path: Path, code: bytes, track: dict, findings: Findings) -> dict | None:
     """Return the numbers of train_seedN.log and .jsonl of a script; None if there are none."""
     from probe import check_clock  # only here: it imports PyTorch
     name = path.stem
     try:
         script, machine, text = path.read_text(encoding="utf-8").split(f"\n{RULE}\n", 2)
         events = read_events(path.with_suffix(".jsonl"))
-        seed = summarize(events, machine, text)
+        seed = summarize(events, machine, text, track.get("windows", False))
         bits = seed["val_loss"] * seed["val_tokens"] / math.log(2) / seed["val_bytes"]
         slow = check_clock(events)
     except (OSError, ValueError, LookupError, TypeError) as error:  # null: not finite
@@ -76,12 +76,16 @@ def read_seed(path: Path, code: bytes, findings: Findings) -> dict | None:
     return seed
 
 
-def summarize(events: list[dict], machine: str, text: str) -> dict:
-    """Return a seed's numbers from its events and the second and third part of its text log.
+def summarize(events: list[dict], machine: str, text: str, counts_windows: bool = False) -> dict:
+    """Return a seed's numbers from its events and the second and third part of its text log. Its
+    score is that of rows or, where the track counts them and EVAL_STRIDE is set, of windows.
     Raises LookupError or TypeError if something is missing."""
     last = {event["event"]: event for event in events}
-    val = last["val"]
-    seed = {"data_sha256": None, **last["config"], **last["export"], **last["final"]}
+    val, final = last["val"], last["final"]
+    stride = last["config"]["config"].get("EVAL_STRIDE", 0) if counts_windows else 0
+    if stride:
+        final = {**final, **{key: last["windows"][key] for key in ("val_loss", "val_bpb")}}
+    seed = {"data_sha256": None, **last["config"], **last["export"], **final, "stride": stride}
     settings = seed["config"]
     names = sorted(seed["overrides"].keys() - MAY_DIFFER)
     scored = [last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last]
@@ -102,7 +106,7 @@ def read_folder(folder: Path, track: dict, division: str, findings: Findings) ->
     for its tokenizer, and "val_bpb_original", bits per byte of the original text (or None)."""
     code, logs = (folder / "train_gpt.py").read_bytes(), sorted(folder.glob("train_seed*.log"))
     findings.check(logs, "there is no train_seedN.log")
-    seeds = [seed for path in logs if (seed := read_seed(path, code, findings))]
+    seeds = [seed for path in logs if (seed := read_seed(path, code, track, findings))]
     scored = track.get("divisions", {}).get(division, {}).get("scored", {})
     for seed in seeds:
         digest = seed["settings"]["TOKENIZER_SHA256"]
@@ -267,7 +271,7 @@ def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) 
         number, bpb = seed["seed"], seed["val_bpb"]
         artifact = folder / f"artifact_seed{number}.int8.ptz"
         scored, reason = check_artifact(folder / "train_gpt.py", artifact, seed["settings"], text,
-                                        bpb, seed["threads"])
+                                        bpb, seed["threads"], seed["stride"])
         findings.check(not reason, f"seed {number}: {reason}")
         lines.append(f"seed {number}: scored again {scored:.8f}, in the log {bpb:.8f}, "
                      f"{scored - bpb:+.1e}")

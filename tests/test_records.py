@@ -10,10 +10,12 @@ from unittest.mock import Mock
 
 import common
 import make
+import probe
 import pytest
 import train_gpt
 import verify
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
+from events import read_events
 
 pytest.importorskip("matplotlib", reason="records have pictures: pip install -r requirements-dev.txt")
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
@@ -174,6 +176,22 @@ def test_an_artifact_is_scored_again(records, monkeypatch, kind):
     spoil(records)
     lines = verify.rescore(records, "tiny", [seed], found)
     assert re.search(message, "\n".join([*found, *lines])) and bool(found) == (kind != "as in the log")
+
+
+@pytest.mark.parametrize("counts_windows", [False, True])
+def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypatch, counts_windows):
+    run_id = f"windows_{counts_windows}"
+    settings = {"RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}", "EVAL_STRIDE": "5", **CAP}
+    run_here(monkeypatch, root, *tiny_arguments("tiny", **settings))
+    events = read_events(root / "logs" / f"{run_id}.jsonl")
+    seed = verify.summarize(events, "Running Python 3", "model_params:1", counts_windows)
+    last = {event["event"]: event for event in events}
+    assert last["windows"]["val_bpb"] != last["final"]["val_bpb"]
+    assert seed["val_bpb"] == last["windows" if counts_windows else "final"]["val_bpb"]
+    text = probe.read_text(seed["settings"], root)
+    artifact = root / "logs" / run_id / "final_model.int8.ptz"
+    found = probe.check_artifact(root / "train_gpt.py", artifact, seed["settings"], text, seed["val_bpb"], 1, seed["stride"])
+    assert found == (pytest.approx(seed["val_bpb"], abs=1e-5), "")
 
 
 @pytest.mark.parametrize("more, message", [

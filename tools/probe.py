@@ -76,14 +76,15 @@ def read_text(config: dict, folder: Path = ROOT, most_rows=10**9) -> tuple[np.nd
 
 
 def check_artifact(script: Path, artifact: Path, config: dict, text: tuple[np.ndarray, int],
-                   bpb: float, threads: int = 0) -> tuple[float, str]:
+                   bpb: float, threads: int = 0, stride: int = 0) -> tuple[float, str]:
     """Score an artifact by its script's logits, in a new process and an empty folder.
 
     `config` is a log's "config", with all settings as they were used, `text` what read_text makes
-    of it, and `bpb` the score in the log. Returns the bits per byte, and why the score must not
-    count, or "". Raises ValueError if the model gives no logits."""
+    of it, and `bpb` the score in the log: of rows, or of windows that move by `stride`. Returns the
+    bits per byte, and why the score must not count, or "". Raises ValueError if the model gives no
+    logits."""
     tokens, size = text
-    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0}
+    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "EVAL_STRIDE": stride}
     own["DEVICE"] = "cpu" if config["DEVICE"] == "cpu" else "auto"
     words = [f"{name}={value}" for name, value in {**config, **own}.items() if value != ""]
     answer_to = secrets.token_hex()  # A script that prints an answer of its own does not know it.
@@ -173,6 +174,21 @@ def rows_of(tokens: np.ndarray, length: int, device) -> tuple[torch.Tensor, torc
     return tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
 
 
+def windows_of(tokens: np.ndarray, length: int, stride: int, batch: int, device):
+    """Yield inputs and targets (batch, T), int64, of windows that move by `stride`. Targets that an
+    earlier window has scored are -100, which cross entropy leaves out."""
+    last = len(tokens) - 1
+    windows = 1 + math.ceil((last - length) / stride)
+    stops = np.minimum(length + stride * np.arange(windows), last)
+    starts = np.concatenate(([0], stops[:-1]))  # of what a window scores
+    for first in range(0, windows, batch):
+        places = stops[first:first + batch, None] - length + np.arange(length)
+        is_scored = places >= starts[first:first + batch, None]
+        inputs, following = tokens[places].astype(np.int64), tokens[places + 1].astype(np.int64)
+        targets = np.where(is_scored, following, -100)
+        yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
+
+
 def rows_at_once(config) -> int:
     """Return the rows of a batch of validation."""
     tokens = config.val_batch_size // max(1, config.grad_accum_steps)
@@ -253,7 +269,8 @@ def score(train_gpt, settings: list[str]) -> dict:
     own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
     model, random, nats = in_float32(own), seeded(train_gpt), 0.0
     length, batch = config.train_seq_len, rows_at_once(config)
-    inputs, targets = rows_of(np.load("tokens.npy"), length, next(own.parameters()).device)
+    tokens, device = np.load("tokens.npy"), next(own.parameters()).device
+    inputs, targets = rows_of(tokens, length, device)
     with files_noted() as files:
         reasons = [find_fault(model, own, inputs[:batch], targets[:batch], random)]
         model.eval()
@@ -262,6 +279,10 @@ def score(train_gpt, settings: list[str]) -> dict:
                 nats += nats_of(logits_of(model, rows), wanted)
                 cuts = random.integers(1, max(2, length), len(rows))
                 reasons.append(find_leak(own, rows, cuts, random))
+        if config.eval_stride:
+            windows = windows_of(tokens, length, config.eval_stride, batch, device)
+            with torch.inference_mode():
+                nats = sum(nats_of(logits_of(model, rows), wanted) for rows, wanted in windows)
     reasons += [f"it reads {file} while it is scored" for file in files]
     return {"nats": nats, "reason": next(filter(None, reasons), "")}
 
