@@ -84,18 +84,20 @@ def test_the_interval_of_the_claim_has_seeds_and_blocks():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of ideas whose runs are simulated: an idea's effect is its value of MLP_SLOPE."""
-    def compare(best, arms, first_seed, count, runner):
+    def compare(best, arms, seeds, runner):
         runner.work += 1
         if runner.work == runner.stops_at:
             raise KeyboardInterrupt
+        runner.used.update(seeds)
         rows = []
         for arm in arms:
-            noise = [np.random.default_rng([seed, sum(map(ord, arm.name))]).normal() for seed in range(first_seed, first_seed + count)]
+            noise = [np.random.default_rng([seed, sum(map(ord, arm.name))]).normal() for seed in seeds]
             rows.append([float(arm.settings["MLP_SLOPE"]) + 0.0005 * value for value in noise])
             arm.verdict = "failed" if "MAX_STEPS" in arm.settings else ""
         return rows
     monkeypatch.setattr(loops, "compare", compare)
-    monkeypatch.setattr(loops, "make_plans", lambda arms, environment: None)
+    for name in ("make_plans", "check_against"):
+        monkeypatch.setattr(loops, name, lambda *arguments: None)
     monkeypatch.setattr(loops, "draw", lambda loop: None)
     monkeypatch.setattr(loops, "measure_claim", lambda loop, runner: None)
     ideas = {"a": "MLP_SLOPE=0.01", "b": "MLP_SLOPE=-0.01", "c": "MLP_SLOPE=0", "d": "MLP_SLOPE=-0.02", "e": "SEED=3",
@@ -110,6 +112,7 @@ class Runner:
     """What run_loop needs of a runner, with the number of the comparison at which a stop comes."""
     def __init__(self, stops_at=0, jobs=1):
         self.environment, self.jobs, self.work, self.stops_at, self.say = {}, jobs, 0, stops_at, lambda text: None
+        self.used = set()  # seeds
 
 
 def run(folder, runner):
@@ -148,17 +151,32 @@ def test_a_loop_ends_as_if_it_had_never_been_stopped(folder, monkeypatch):
         loops.Loop(folder, {"ITERATIONS": "10"}, 1, 0.002)
 
 
-def test_no_seed_is_used_twice(folder):
-    state = run(folder, Runner(jobs=2))  # ideas in pairs: c was screened with b, which was then kept
+def test_no_seed_is_used_twice(folder, monkeypatch):
+    taken, runner, take = [], Runner(jobs=2), loops.Loop.take_seeds
+    monkeypatch.setattr(loops.Loop, "take_seeds", lambda loop, count: taken.append(take(loop, count)) or taken[-1])
+    state = run(folder, runner)  # ideas in pairs: c was screened with b, which was then kept
     assert [idea["verdict"] for idea in state["ideas"]] == ["dropped", "kept", "dropped", "kept", "invalid", "failed"]
-    ranges = [(1, loops.SCREENED), (state["screening"], loops.SCREENED)]
-    ranges += [(idea["seed"], loops.CONFIRMED) for idea in state["ideas"] if "seed" in idea]
-    seeds = [seed for first, count in ranges for seed in range(first, first + count)]
-    assert len(ranges) > 3 and len(seeds) == len(set(seeds)) and max(seeds) < state["seed"]
+    seeds = [seed for part in taken for seed in part]
+    assert len(taken) > 3 and len(seeds) == len(set(seeds)) and max(seeds) < state["seed"] and runner.used <= set(seeds)
     (folder / "b.env").write_text("MLP_SLOPE=-0.05")  # an edited idea is a new one
     os.utime(folder / "b.env", (99, 99))
     again = run(folder, Runner())
     assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
+
+
+def test_half_written_ideas_and_mistyped_folders_wait(folder, monkeypatch, capsys):
+    loop = loops.Loop(folder, {}, 1, 0.002)
+    (folder / "new.env").write_text("MLP_SLOPE=")
+    (folder / "empty.env").touch()
+    os.utime(folder / "empty.env", (99, 99))
+    assert loop.find_ideas() and not {"new", "empty"} & {idea["name"] for idea in loop.state["ideas"]}
+    (folder / "empty.env").unlink()
+    os.utime(folder / "new.env", (99, 99))
+    assert not loop.find_ideas() and "new" in {idea["name"] for idea in loop.state["ideas"]}
+    monkeypatch.setattr(sys, "argv", ["loop.py", str(folder / "ideass"), "--settings", "ITERATIONS=9"])
+    with pytest.raises(SystemExit, match="^2$"):
+        loops.main()
+    assert "ideass is no folder" in capsys.readouterr().err and not (folder / "ideass").exists()
 
 
 def test_the_claim_has_its_own_half_of_the_text(tmp_path):
@@ -167,8 +185,8 @@ def test_the_claim_has_its_own_half_of_the_text(tmp_path):
     train = [{"file": file.name} for file in data.glob("*_train_*.bin")]
     splits = {"train": {"shards": train}, "val": {"shards": [], "tokens": len(whole), "decoded_bytes": 5}}
     (data / "manifest.json").write_text(json.dumps({"splits": splits}))
-    loops.divide_text(data, tmp_path / "loop")
-    loops.divide_text(data, tmp_path / "loop")  # again, after a stop
+    for _ in range(2):  # again, after a stop
+        loops.divide_text(data, tmp_path / "loop")
     config = {"TRAIN_SEQ_LEN": 32, "TOKENIZER_PATH": "byte260"}
     halves = [loops.read_text({**config, "DATA_PATH": tmp_path / "loop" / name})[0] for name in ("seen", "unseen")]
     shards = [np.fromfile(next((tmp_path / "loop" / name).glob("*_val_*.bin")), dtype="<u2", offset=1024) for name in ("seen", "unseen")]
@@ -217,5 +235,5 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
     verdicts = {idea["name"]: (idea["verdict"], idea["why"]) for idea in state["ideas"]}
     assert verdicts["rate"][0] == "kept" and verdicts["typo"][0] == "invalid" and "TIED_EMBED" in verdicts["typo"][1]
     assert verdicts["same"][0] == "invalid" and "equal to start" in verdicts["same"][1]
-    assert state["claim"]["high"] < 0 and "that no other run has scored" in output
+    assert state["claims"][0]["high"] < 0 and "that no other run has scored" in output
     assert (ideas / "loop.png").stat().st_size > 9000

@@ -51,7 +51,7 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
     "more bytes": ("self.bytes = int(", "self.bytes = 1 + int(", "bytes of validation text, which has"),
     "a file": (INPUT, f"{INPUT}; open(self.config.data_path + '/tiny_val_000000.bin', 'rb').close()", "it reads /"),
     "noise": (INPUT, f"{INPUT}; x0 = x0 + torch.randn_like(x0)", "differ from call to call"),
-    "no logits": ("def logits(self", "def scores(self", "cannot be run: AttributeError"),
+    "no logits": ("def logits(self", "def scores(self", "has no attribute 'logits'"),
     "a scalar": ("self.half = config.num_layers // 2", "self.half = config.num_layers // 2\n        self.scalar = nn.Parameter(torch.tensor(1.0))", ""),
     "another activation": ("F.leaky_relu", "F.selu if False else F.leaky_relu", ""),
     "a cache": ("return torch.cat((first * cos", "rotate.cache = cos\n    return torch.cat((first * cos", ""),
@@ -76,21 +76,25 @@ def plan_of(tmp_path, monkeypatch, source: str, *more: str) -> dict:
 def test_leaks_are_found_before_the_first_run(kind, tmp_path, monkeypatch):
     old, new, fault = SCRIPTS[kind]
     assert not old or SOURCE.count(old) == 1
-    plan = plan_of(tmp_path, monkeypatch, SOURCE.replace(old, new) if old else SOURCE)
+    source = SOURCE.replace(old, new) if old else SOURCE
+    if kind == "no logits":
+        with pytest.raises(AttributeError, match=fault):
+            plan_of(tmp_path, monkeypatch, source)
+        return
+    plan = plan_of(tmp_path, monkeypatch, source)
     assert plan["config"]["ATTN"] == "tiled"
-    verdict = "failed" if "cannot be run" in fault else "invalid" if fault else ""
-    assert plan["verdict"] == verdict and fault in plan["reason"] and bool(fault) == bool(plan["reason"]), plan["reason"]
+    assert fault in plan["reason"] and bool(fault) == bool(plan["reason"]), plan["reason"]
 
 
 @pytest.mark.parametrize("more", ["DTYPE=bfloat16", "ATTN=math", "ATTN=flash", "TRAIN_SEQ_LEN=1", "TIE_EMBEDDINGS=0"])
 def test_honest_models_pass(more, tmp_path, monkeypatch):
     plan = plan_of(tmp_path, monkeypatch, SOURCE, more)
-    assert not plan["verdict"], plan["reason"]
+    assert not plan["reason"], plan["reason"]
 
 
 def test_a_leak_of_the_runs_type_alone_is_found(tmp_path, monkeypatch):
     source = SOURCE.replace(INPUT, leak(PLACES, "x0.dtype == torch.bfloat16"))
-    assert not plan_of(tmp_path, monkeypatch, source)["verdict"]
+    assert not plan_of(tmp_path, monkeypatch, source)["reason"]
     (tmp_path / "2").mkdir()
     assert "later tokens" in plan_of(tmp_path / "2", monkeypatch, source, "DTYPE=bfloat16")["reason"]
 
@@ -161,5 +165,3 @@ def test_a_clock_that_loses_time_is_found():
 
     assert probe.check_clock(log(100, 100)) == "" and probe.check_clock(log(100, 109)) == ""
     assert probe.check_clock(log(100, 111)) == "its clock counts 100.0 s of training in 111.0 s"
-    assert probe.check_clock(log(100, 100), process_s=170) == ""
-    assert probe.check_clock(log(100, 100), process_s=200) == "its log covers 140.0 s of the 200.0 s that its process took"

@@ -1,12 +1,11 @@
-"""Finished runs as evidence: read them from logs, pair them by seed, and say how large an effect is and how sure that is.
+"""Read finished runs, pair them by seed, and say how large an effect is, and how sure that is.
 
-The effect of a change is the mean over seeds of bits per byte with it minus without it, of the compressed models. `limits_of`
-gives an interval that holds as pairs are added.
+The effect of a change is the mean over seeds of bits per byte with it minus without it, of the
+compressed models. `limits_of` gives an interval that holds as pairs are added.
 """
 
 import argparse
 import ast
-import itertools
 import json
 import math
 import os
@@ -20,9 +19,10 @@ import numpy as np
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 
 # Settings that do not change a result. The digests of the data stand for the paths.
-NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
-LENGTH = ("ITERATIONS", "MAX_WALLCLOCK_SECONDS")
-SAME = ("data", "torch", "machine", "ranks", "threads", *LENGTH)  # in the runs of a pair
+NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY",
+                                          "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
+SAME = ("data", "torch", "machine", "ranks", "threads", "ITERATIONS",
+        "MAX_WALLCLOCK_SECONDS")  # in the runs of a pair
 ERROR = 0.05  # of each end of an interval, over all looks together
 BEST_LOOK = 10  # pairs, near which most of the error is spent
 SCALE, POWER = 0.023, 1.15  # of the level of a look, by the error of all looks together
@@ -38,11 +38,10 @@ class Run(NamedTuple):
     seed: int
     text: str  # the name of the data's folder
     bpb: float  # of the compressed model
-    trained_bpb: float  # of the model before that
     artifact_bytes: int  # with the script
     step_ms: float
     began: float  # in seconds, as the time of a file
-    checked: str | None = None  # why its score is wrong, "" if it is right, None if ablate.py has not checked it
+    checked: str | None = None  # why its score is wrong, "" if it is right, None if not yet checked
 
 
 class Effect(NamedTuple):
@@ -56,7 +55,7 @@ class Effect(NamedTuple):
     p: float
 
 
-# ---- Runs ----------------------------------------------------------------------------------------------
+# ---- Runs ------------------------------------------------------------------------------
 
 
 @cache
@@ -64,82 +63,70 @@ def digest_code(source: str) -> str:
     """Return a digest of a script without its comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if has_docstring and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
 def content_of(start: dict, source: str) -> dict:
     """Return what makes a run's result, but its seed, from its "config" event and its script."""
-    data = json.dumps([start["data_sha256"], start["val_tokens"], start["val_bytes"]], sort_keys=True)
+    data = [start["data_sha256"], start["val_tokens"], start["val_bytes"]]
+    digest = sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
     settings = {name: value for name, value in start["config"].items() if name not in NOT_CONTENT}
     is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"])
-    return {"script": digest_code(source), "data": sha256(data.encode()).hexdigest()[:12],
-            "torch": start["torch"].partition("+")[0], "machine": start["gpu"] or f"CPU, {settings['DTYPE']}",
-            "ranks": start["world_size"], "threads": start["threads"] if is_timed else "any", **settings}
+    return {"script": digest_code(source), "data": digest,
+            "torch": start["torch"].partition("+")[0],
+            "machine": start["gpu"] or f"CPU, {settings['DTYPE']}", "ranks": start["world_size"],
+            "threads": start["threads"] if is_timed else "any", **settings}
 
 
 def read_run(log: Path) -> Run | None:
-    """Return the run of a .jsonl log; None if it has not ended, was resumed, or has no script beside it."""
-    try:
-        files = [path.stat() for path in (log, log.with_suffix(".txt"))]
-    except OSError:
-        return None
-    return read_run_as_of(log, tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files))
-
-
-@cache
-def read_run_as_of(log: Path, _: tuple) -> Run | None:
-    """Return what `read_run` returns, while inode, size and time of its two files, the second argument, stay what they are."""
+    """Return the run of a .jsonl log; None if it has not ended, was resumed, or has no script."""
     try:
         events = read_events(log)
         latest = {event["event"]: event for event in events}
-        if "final" not in latest or "resume" in latest or None in (latest["final"]["val_bpb"], latest["val"]["val_bpb"]):
+        is_whole = "final" in latest and "resume" not in latest
+        if not is_whole or latest["final"]["val_bpb"] is None:
             return None
         source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
-        start, export = events[0], latest["export"]
+        start, final, export = events[0], latest["final"], latest["export"]
         content = content_of(start, source)
-        key_of(content)  # whose values are numbers and text
-        train = [event for event in events if event["event"] == "train" and event["step"] >= 10]  # the first ones are slow
-        paces = [(later["train_time_ms"] - event["train_time_ms"]) / (later["step"] - event["step"])
-                 for event, later in itertools.pairwise(train)]
+        frozenset(content.items())  # whose values are numbers and text
         return Run(log, content, start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
-                   latest["final"]["val_bpb"], latest["val"]["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
-                   statistics.median(paces) if paces else latest["val"]["step_avg_ms"],
-                   log.stat().st_mtime - latest["final"]["elapsed_s"], latest.get("checked", {}).get("reason"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError):  # no log of this trainer
+                   final["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
+                   latest["val"]["step_avg_ms"], log.stat().st_mtime - final["elapsed_s"],
+                   latest.get("checked", {}).get("reason"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+            SyntaxError):  # no log of this trainer
         return None
 
 
 def note_check(log: Path, reason: str) -> None:
-    """Add to a log what a check of its score found. The file's time, which tells when the run began, stays."""
+    """Add to a log what a check of its score found. The file's time, which dates the run, stays."""
     before = log.stat()
     with log.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "checked", "reason": reason}) + "\n")
     os.utime(log, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def read_runs(folders) -> list[Run]:
-    """Return the finished runs of all logs in these folders, the one that began first in front."""
-    logs = sorted({log for folder in folders for log in Path(folder).glob("*.jsonl")})
-    return sorted(filter(None, map(read_run, logs)), key=lambda run: run.began)
-
-
-def key_of(content: dict) -> frozenset:
-    """Return a content as a key of a dict. Raises TypeError for a value that is none."""
-    return frozenset(content.items())
+def read_runs(folder: Path) -> list[Run]:
+    """Return the finished runs of all logs in a folder, the one that began first in front."""
+    runs = filter(None, map(read_run, sorted(folder.glob("*.jsonl"))))
+    return sorted(runs, key=lambda run: run.began)
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:
     """Return the runs by content, one of each seed."""
     groups: dict[frozenset, dict[int, Run]] = {}
     for run in runs:
-        groups.setdefault(key_of(run.content), {}).setdefault(run.seed, run)
+        groups.setdefault(frozenset(run.content.items()), {}).setdefault(run.seed, run)
     return [[*members.values()] for members in groups.values()]
 
 
 def differing(one: dict, other: dict) -> list[str]:
-    """Return the names of what differs in two contents. A setting that only one of their scripts has does not count."""
+    """Return the names of what differs in two contents. A setting that only one of their scripts
+    has does not count."""
     return [name for name in one.keys() & other.keys() if one[name] != other[name]]
 
 
@@ -150,48 +137,25 @@ def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]
 
 
 def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
-    """Return the pairs of each comparison that the runs hold: of each group with the earlier one that is most like it. Wrong
-    scores are left out."""
-    alike: dict[tuple, list[int]] = {}
-    groups = group_runs([run for run in runs if not run.checked])
-    for number, group in enumerate(groups):
-        alike.setdefault(tuple(group[0].content[name] for name in SAME), []).append(number)
-    found = {}
-    for numbers in alike.values():
-        members = [groups[number] for number in numbers]
-        for later, earlier in enumerate(find_partners(members)):
-            if earlier is not None:
-                found[numbers[later]] = pairs_of_seeds(members[earlier], members[later])
-    return [found[number] for number in sorted(found)]
+    """Return the pairs of each comparison that the runs hold: of each group with an earlier one
+    that shares a seed with it. Of several, it is the one that differs in the fewest settings, then
+    the one with the most pairs. Wrong scores are left out."""
+    found, alike = [], {}
+    for group in group_runs([run for run in runs if not run.checked]):
+        content, near = group[0].content, []
+        earlier = alike.setdefault(tuple(content[name] for name in SAME), [])
+        for other in earlier:
+            changes = len(differing(other[0].content, content))
+            pairs = pairs_of_seeds(other, group)
+            if pairs and changes <= MOST_DIFFERENCES:
+                near.append((changes, -len(pairs), pairs))
+        if near:
+            found.append(min(near, key=lambda one: one[:2])[2])
+        earlier.append(group)
+    return found
 
 
-def find_partners(groups: list[list[Run]]) -> list[int | None]:
-    """Return for each group the place of the earlier one with which it is compared: of those that share a seed with it, the one
-    that differs in the fewest settings, and among these in the most seeds; None if none is like it. All are alike in SAME."""
-    contents = [group[0].content for group in groups]
-    names = sorted({name for content in contents for name in content})
-    values = np.stack([numbered([content.get(name) for content in contents]) for name in names], axis=1)  # (groups, names)
-    values = values[:, (values != values[0]).any(0)]  # most settings are equal in all
-    seeds = sorted({run.seed for group in groups for run in group})
-    has_seed = np.array([np.isin(seeds, [run.seed for run in group]) for group in groups], dtype=np.float32)  # (groups, seeds)
-    partners: list[int | None] = []
-    for later, (row, own) in enumerate(zip(values, has_seed)):
-        earlier = values[:later]
-        counts = ((earlier != row) & (earlier >= 0) & (row >= 0)).sum(1)
-        shared = has_seed[:later] @ own
-        places = np.flatnonzero((shared > 0) & (counts <= MOST_DIFFERENCES))
-        order = np.lexsort((-shared[places], counts[places]))  # the first of equals stays the first
-        partners.append(int(places[order[0]]) if len(places) else None)
-    return partners
-
-
-def numbered(values: list) -> np.ndarray:
-    """Return a number for each value, equal for equal ones, and -1 for None."""
-    numbers: dict = {None: -1}
-    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
-
-
-# ---- Statistics ----------------------------------------------------------------------------
+# ---- Statistics ------------------------------------------------------------------------
 
 
 def differences_of(pairs: list[tuple[Run, Run]]) -> list[float]:
@@ -199,18 +163,13 @@ def differences_of(pairs: list[tuple[Run, Run]]) -> list[float]:
     return [second.bpb - first.bpb for first, second in pairs]
 
 
-def share_of_look(pairs):
-    """Return the weight of a look after this many pairs. Most is spent near BEST_LOOK pairs: few of
-    them show little, and later looks are rarely reached."""
-    return np.minimum((pairs / BEST_LOOK) ** 4, (BEST_LOOK / pairs) ** 2)
-
-
-def level_of_look(pairs, error: float):
-    """Return the one-sided level of a t-test after this many pairs. Without an effect, the tests after
-    2, 3, ..., 64 pairs together are wrong with the probability `error`, whenever one stops. SCALE
+def level_of_look(pairs):
+    """Return the one-sided level of a t-test after this many pairs. Without an effect, the tests
+    after 2, 3, ..., 64 pairs together are wrong with the probability ERROR, whenever one stops;
+    with levels that are (error / ERROR) ** POWER times as high, with the probability `error`. SCALE
     and POWER are fitted to 600,000 simulated sequences of normal differences, for errors of 0.0001
-    to 0.05."""
-    return share_of_look(pairs) * SCALE * (error / ERROR) ** POWER
+    to 0.05. Most is spent near BEST_LOOK pairs: few show little, and later looks are rare."""
+    return SCALE * np.minimum((pairs / BEST_LOOK) ** 4, (BEST_LOOK / pairs) ** 2)
 
 
 def p_of(differences: np.ndarray) -> np.ndarray:
@@ -227,7 +186,7 @@ def p_of(differences: np.ndarray) -> np.ndarray:
     p = np.ones_like(differences)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = means * np.sqrt(counts * (counts - 1) / np.maximum(squares, 0))
-    levels = special.stdtr(counts[1:] - 1, t[..., 1:]) / (SCALE * share_of_look(counts[1:]))
+    levels = special.stdtr(counts[1:] - 1, t[..., 1:]) / level_of_look(counts[1:])
     p[..., 1:] = np.minimum(1, ERROR * levels ** (1 / POWER))
     return np.nan_to_num(p, nan=1.0)  # no difference at all
 
@@ -240,20 +199,20 @@ def limits_of(differences: list[float]) -> Effect:
     if pairs < 2:
         return Effect(mean, -math.inf, math.inf, pairs, 0.0, 1.0)
     spread = statistics.stdev(differences)
-    bound = -special.stdtrit(pairs - 1, level_of_look(pairs, ERROR))
+    bound = -special.stdtrit(pairs - 1, level_of_look(pairs))
     reach = float(bound) * spread / math.sqrt(pairs)
     return Effect(mean, mean - reach, mean + reach, pairs, spread, float(p_of(differences)[-1]))
 
 
-def judge_all(effects: list[Effect], least: float, count: int, error: float = ERROR) -> list[str]:
+def judge_all(effects: list[Effect], least: float, count: int) -> list[str]:
     """Return whether each change is "better", brings "no gain" of `least` bits per byte or more, or
-    is "undecided". With a probability of 1 - `error`, none of `count` changes is wrongly called
+    is "undecided". With a probability of 1 - ERROR, none of `count` changes is wrongly called
     better: Holm's procedure (1979, jstor.org/stable/4615733), whose p-values may share runs. Each
     "no gain" is wrong with a probability of ERROR."""
     verdicts = ["no gain" if effect.low > -least else "undecided" for effect in effects]
     order = sorted(range(len(effects)), key=lambda place: effects[place].p)
     for rank, place in enumerate(order):
-        if effects[place].p > error / max(1, count - rank):
+        if effects[place].p > ERROR / max(1, count - rank):
             break
         verdicts[place] = "better"
     return verdicts
@@ -269,8 +228,7 @@ def seen_when_better(most: int) -> tuple[np.ndarray, np.ndarray]:
         is_better = p_of(z - gain) <= ERROR
         ended = np.flatnonzero(is_better.any(-1))
         stops = is_better[ended].argmax(-1)
-        ratios = [gain - z[row, :stop + 1].mean() for row, stop in zip(ended, stops)]
-        seen.append(np.median(ratios))
+        seen.append(np.median([gain - z[row, :stop + 1].mean() for row, stop in zip(ended, stops)]))
     return gains, np.maximum.accumulate(seen)
 
 
@@ -285,17 +243,6 @@ def correct_for_selection(effect: Effect, most: int) -> float:
     if observed > seen[-1]:
         return effect.mean
     return -float(np.interp(observed, seen, gains, left=0.0)) * effect.spread
-
-
-def pairs_needed(effect: Effect, least: float) -> int:
-    """Return how many pairs would show an effect of `least` four times in five, if their spread
-    stays what it is; at most MOST_PAIRS."""
-    from scipy import special
-    counts = np.arange(2, MOST_PAIRS)
-    bounds = -special.stdtrit(counts - 1, level_of_look(counts, ERROR))
-    power = statistics.NormalDist().inv_cdf(0.8)
-    enough = (bounds + power) * effect.spread <= least * np.sqrt(counts)
-    return int(counts[enough.argmax()]) if enough.any() else MOST_PAIRS
 
 
 if __name__ == "__main__":  # for those who look what it is

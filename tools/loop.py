@@ -3,23 +3,20 @@
     python tools/loop.py ideas/ --base records/presets/cpu_1mb.env --jobs 2 \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
 
-An idea is a file in the folder: NAME.py, a script, or NAME.env, settings, one VARIABLE=value a line.
-People or programs may add files while the loop runs. Each is compared with the best model so far:
+An idea is a file in the folder: NAME.py, a script, or NAME.env, with one VARIABLE=value a line.
+More may be added while the loop runs. Each is compared with the best model so far:
 
     screening      1 to 4 seeds that all ideas share; what does not look better is dropped
     confirmation   4 to 16 seeds that nothing has used; what is clearly better is kept, and the
                    next ideas are added to it: settings to settings; a script replaces the script
 
-On average, at most a tenth of the kept ideas are false, by LORD++ (arXiv:1710.00499). With --finish,
-the loop ends when all ideas in the folder are tried. Then it measures the claim, the best model
-against the start, once: on new seeds, and on the second half of the validation text, which no other
-run has scored.
-
-The folder also gets loop.json, all that the loop knows; loop.md, a table; and loop.png. After a
-stop, even by kill -9, the same command resumes.
+On average, at most a tenth of the kept ideas are false, by LORD++ (arXiv:1710.00499). With
+--finish, the loop ends when all ideas in the folder are tried. Then it measures the claim, the best
+model against the start, once: on new seeds, and on the second half of the validation text, which no
+other run has scored. The folder also gets loop.json, all that the loop knows; loop.md, a table; and
+loop.png. After a stop, even by kill -9, the same command resumes.
 """
 
-import argparse
 import json
 import math
 import os
@@ -27,29 +24,27 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from ablate import (
-    FOR_ALL, LOGS, Arm, Runner, add_options, check_against, check_length, last_line,
-    make_plans, model_of, train_all,
+    FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options,
+    train_all,
 )
-from common import ROOT, load_json, only_one, pairs_of, read_settings, require_packages, table
+from common import ROOT, load_json, only_one, read_settings, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
-from events import check_logs, prepare_output
+from events import prepare_output, read_events
 from plot import own_style, plain_label
-from probe import in_float32, load_script, logits_of, read_text, rows_at_once, rows_of
+from probe import read_text, score_artifact
 
 SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
 LOOK_FROM = 4  # pairs of a confirmation
 FALSE = 0.1  # share of what is kept
 BLOCKS = 16  # parts of the unseen text
-HEADER = "| idea | effect | 90 % interval | pairs | runs | verdict | why |"
+HEADER = "| idea | effect | 90 % interval | pairs | verdict | why |"
 
 
 # ---- Decisions -------------------------------------------------------------------------
@@ -89,11 +84,10 @@ def claim_of(differences: np.ndarray) -> dict:
     blocks: both are samples, and the variances of their means add (Owen 2007, arXiv:0711.3077)."""
     from scipy import special
     seeds, blocks = differences.shape
-    mean = differences.mean()
+    mean = float(differences.mean())
     variance = differences.mean(1).var(ddof=1) / seeds + differences.mean(0).var(ddof=1) / blocks
-    reach = -special.stdtrit(min(seeds, blocks) - 1, ERROR) * math.sqrt(variance)
-    low, high = float(mean - reach), float(mean + reach)
-    return {"effect": float(mean), "low": low, "high": high, "pairs": seeds}
+    reach = -float(special.stdtrit(min(seeds, blocks) - 1, ERROR)) * math.sqrt(variance)
+    return {"effect": mean, "low": mean - reach, "high": mean + reach, "pairs": seeds}
 
 
 # ---- The folder ------------------------------------------------------------------------
@@ -102,75 +96,65 @@ def claim_of(differences: np.ndarray) -> dict:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file, so that a stop at any moment leaves the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
 class Loop:
     """A folder of ideas, and what is known of them. `state` is loop.json: the settings of all runs,
-    the next seed that nothing has used, the first seed of the screening, the ideas as they came, the
-    numbers of those that were kept, whether each confirmation kept its idea, and the claim."""
+    the next seed that nothing has used, the seeds of the screening, the ideas as they came,
+    the numbers of those that were kept, whether each confirmation kept its idea, and claims."""
     def __init__(self, folder: Path, settings: dict, seed: int, diff: float):
-        self.folder, self.diff, self.known = folder, diff, {}
+        self.folder, self.diff = folder, diff
         file = folder / "loop.json"
         if file.exists():
             self.state = json.loads(file.read_text(encoding="utf-8"))
             if self.state["given"] != [settings, diff]:
-                raise ValueError(f"{file} was made with other settings: {self.state['given']}, "
-                                 f"not {[settings, diff]}; repeat them, or use another folder")
+                raise ValueError(f"{file} was made with other settings, {self.state['given']}: "
+                                 "repeat them, or use another folder")
             return
         self.keep_copy("start", ROOT / "train_gpt.py")
         self.state = {"given": [settings, diff], "settings": settings, "seed": seed, "ideas": [],
-                      "kept": [], "confirmed": [], "claim": None}
-        self.state["screening"] = self.take_seeds(SCREENED)
+                      "kept": [], "confirmed": [], "claims": []}
+        self.state["screening"] = [*self.take_seeds(SCREENED)]
 
     def save(self) -> None:
         write_whole(self.folder / "loop.json", json.dumps(self.state, indent=1))
-        lines = table(HEADER, map(row_of, self.rows()))
+        lines = table(HEADER, map(row_of, self.state["ideas"] + self.state["claims"]))
         write_whole(self.folder / "loop.md", "\n".join(lines) + "\n")
 
     def keep_copy(self, name: str, file: Path) -> str:
-        """Copy an idea's file, which may be edited meanwhile. Return the copy's path in the folder."""
+        """Copy an idea's file, which may be edited later. Return the copy's path in the folder."""
         kind = "train_gpt.py" if file.suffix == ".py" else "settings.env"
         copy = self.folder / "loop" / name / kind
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
         return str(copy.relative_to(self.folder))
 
-    def take_seeds(self, count: int) -> int:
-        """Return the first of this many seeds that nothing has used."""
+    def take_seeds(self, count: int) -> range:
+        """Return this many seeds that nothing has used."""
+        first = self.state["seed"]
         self.state["seed"] += count
-        return self.state["seed"] - count
+        return range(first, first + count)
 
     def find_ideas(self) -> bool:
-        """Add the ideas that are new in the folder, oldest first. Return whether a file is so new
-        that it may still be written."""
+        """Add the ideas that are new in the folder, oldest first. An edited file is a new idea.
+        Return whether a file is empty, or so new that it may still be written."""
         known = {(idea["name"], idea["digest"]) for idea in self.state["ideas"]}
         files = [file for suffix in ("py", "env") for file in self.folder.glob(f"[!.]*.{suffix}")]
-        is_written = False
-        for file in sorted(files, key=lambda file: (file.stat().st_mtime, file.name)):
-            content = file.read_bytes()
-            digest = sha256(content).hexdigest()[:12]
-            if (file.stem, digest) in known:
-                continue
-            if time.time() - file.stat().st_mtime < 1 or not content:
-                is_written = True
-                continue
-            copy = self.keep_copy(f"{len(self.state['ideas']):03d}_{digest}", file)
-            self.state["ideas"].append({"name": file.stem, "digest": digest, "copy": copy,
-                                        "verdict": "", "why": "", "runs": 0})
-            self.save()
-        return is_written
+        whole = [file for file in files
+                 if file.stat().st_size and time.time() - file.stat().st_mtime >= 1]
+        for file in sorted(whole, key=lambda file: (file.stat().st_mtime, file.name)):
+            digest = sha256(file.read_bytes()).hexdigest()[:12]
+            if (file.stem, digest) not in known:
+                copy = self.keep_copy(f"{len(self.state['ideas']):03d}_{digest}", file)
+                self.state["ideas"].append({"name": file.stem, "digest": digest, "copy": copy,
+                                            "verdict": "", "why": ""})
+                self.save()
+        return len(whole) < len(files)
 
-    def arm_of(self, number: int | None) -> Arm:
-        """Return what trains an idea on top of those that were kept before it, or None: the start.
-        Raises ValueError for settings that cannot be used."""
-        kept = self.state["kept"]
-        before = kept[:kept.index(number)] if number in kept else kept
-        numbers = [] if number is None else [*before, number]
+    def arm_of(self, numbers: list[int]) -> Arm:
+        """Return what trains the start with these ideas added to it. Raises ValueError."""
         script = self.folder / "loop" / "start" / "train_gpt.py"
         arm = Arm("start", script, dict(self.state["settings"]))
         for place in numbers:
@@ -178,35 +162,21 @@ class Loop:
             arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}")
             copy = self.folder / idea["copy"]
             if copy.suffix == ".py":
-                arm.script, arm.given = copy, f"script={idea['name']}.py"
+                arm.script = copy
                 continue
             own, _ = read_settings(copy)
             for variable in sorted((FOR_ALL | {"DATA_PATH"}) & own.keys()):
                 raise ValueError(f"{variable} must be equal in all runs")
             arm.settings |= own
-            arm.given = " ".join(f"{name}={value}" for name, value in own.items())
         return arm
-
-    def best(self, environment: dict) -> Arm:
-        """Return what trains the best model so far, ready to be trained."""
-        number = self.state["kept"][-1] if self.state["kept"] else None
-        if number not in self.known:
-            self.known[number] = self.arm_of(number)
-            make_plans([self.known[number]], environment)
-        return self.known[number]
-
-    def rows(self) -> list[dict]:
-        """Return the ideas, and the claim behind them."""
-        claim = self.state["claim"]
-        return [*self.state["ideas"], *([{"name": "best against start", **claim}] if claim else [])]
 
 
 def row_of(idea: dict) -> list:
     """Return an idea as a row of loop.md."""
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
-    interval = "{low:+.4f} to {high:+.4f}".format(**idea) if idea.get("pairs", 0) > 1 else ""
-    return [idea["name"], effect, interval, idea.get("pairs", ""), idea["runs"],
-            idea["verdict"] or "waiting", idea["why"]]
+    interval = "{low:+.4f} to {high:+.4f}".format(**idea) if "low" in idea else ""
+    return [idea["name"], effect, interval, idea.get("pairs", ""), idea["verdict"] or "waiting",
+            idea["why"]]
 
 
 def divide_text(data: Path, folder: Path) -> None:
@@ -216,12 +186,13 @@ def divide_text(data: Path, folder: Path) -> None:
     shards = sorted(data.glob("*_val_[0-9]*.bin"))
     tokens = np.hstack([np.fromfile(shard, dtype="<u2", offset=HEADER_BYTES) for shard in shards])
     header = np.fromfile(shards[0], dtype="<i4", count=HEADER_BYTES // 4)
+    own = {"manifest.json", *(shard.name for shard in shards)}
     for name, part in zip(("seen", "unseen"), np.array_split(tokens, 2)):
         place = folder / name
-        place.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)  # of a command that was stopped
+        place.mkdir(parents=True)
         for file in data.resolve().iterdir():
-            if file not in {shard.resolve() for shard in shards} and file.name != "manifest.json":
-                (place / file.name).unlink(missing_ok=True)
+            if file.name not in own:
                 (place / file.name).symlink_to(file)
         header[2] = len(part)
         content = header.tobytes() + part.tobytes()
@@ -233,156 +204,107 @@ def divide_text(data: Path, folder: Path) -> None:
             write_whole(place / "manifest.json", json.dumps(manifest, indent=1))
 
 
-def note(idea: dict, differences: list[float]) -> None:
-    """Write the effect of pairs into an idea."""
-    effect = limits_of(differences)
-    idea |= {"effect": effect.mean, "pairs": effect.pairs}
-    if effect.pairs > 1:
-        idea |= {"low": effect.low, "high": effect.high, "p": effect.p}
-
-
 # ---- Trying ----------------------------------------------------------------------------
 
 
-def compare(best: Arm, arms: list[Arm], first_seed: int, count: int,
-            runner: Runner) -> list[list[float]]:
-    """Train the arms and the best one with `count` seeds, and return the differences of each arm's
+def compare(best: Arm, arms: list[Arm], seeds, runner: Runner) -> list[list[float]]:
+    """Train the arms and the best one with these seeds, and return the differences of each arm's
     pairs. Raises ValueError if the best one fails."""
-    seeds = range(first_seed, first_seed + count)
-    train_all([best, *arms], seeds, runner, [LOGS])
+    train_all([best, *arms], seeds, runner)
     if best.verdict:
         raise ValueError(f"the best model so far, {best.name}, is {best.verdict}: {best.reason}")
     used = [run for run in best.runs if run.seed in seeds]
     return [differences_of(pairs_of_seeds(used, arm.runs)) for arm in arms]
 
 
+def note(idea: dict, arm: Arm, differences: list[float]) -> None:
+    """Write the effect of pairs into an idea, or why its runs failed."""
+    if arm.verdict:
+        idea |= {"verdict": arm.verdict, "why": arm.reason}
+        return
+    effect = limits_of(differences)
+    idea |= {"effect": effect.mean, "pairs": effect.pairs}
+    if effect.pairs > 1:
+        idea |= {"low": effect.low, "high": effect.high, "p": effect.p}
+
+
 def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
-    """Screen ideas, and confirm those that remain until one is kept; the others then wait for a
-    comparison with it."""
-    ideas, best, arms = loop.state["ideas"], loop.best(runner.environment), {}
+    """Screen ideas, and confirm those that remain until one is kept; the others then wait."""
+    ideas, kept, arms = loop.state["ideas"], loop.state["kept"], {}
+    best = loop.arm_of(kept)
+    make_plans([best], runner.environment)
     for number in numbers:
         try:
-            arm = loop.arm_of(number)
+            arm = loop.arm_of([*kept, number])
             make_plans([arm], runner.environment)
             check_against(best, arm)
             arms[number] = arm
         except (ValueError, OSError) as error:
             ideas[number] |= {"verdict": "invalid", "why": str(error)}
     for count in range(1, SCREENED + 1):
-        settle(loop, arms)
-        alive = [number for number in arms if not ideas[number]["verdict"]]
-        if not alive:
+        loop.save()
+        if not arms:
             return
-        first_seed = loop.state["screening"]
-        found = compare(best, [arms[number] for number in alive], first_seed, count, runner)
-        for number, differences in zip(alive, found):
-            if not arms[number].verdict:
-                note(ideas[number], differences)
-                ideas[number]["runs"] = count
-                if is_hopeless(differences, loop.diff):
-                    why = f"screening: no better after {count} seed{'s' * (count > 1)}"
-                    ideas[number] |= {"verdict": "dropped", "why": why}
-    settle(loop, arms)
-    for number in [number for number in arms if not ideas[number]["verdict"]]:
-        confirm_idea(loop, number, best, arms[number], runner)
+        found = compare(best, [*arms.values()], loop.state["screening"][:count], runner)
+        for number, differences in zip([*arms], found):
+            note(ideas[number], arms[number], differences)
+            if not ideas[number]["verdict"] and is_hopeless(differences, loop.diff):
+                ideas[number] |= {"verdict": "dropped", "why": f"screening, seed {count}"}
+            if ideas[number]["verdict"]:
+                del arms[number]
+    loop.save()
+    for number, arm in arms.items():
+        confirm_idea(loop, number, best, arm, runner)
         if ideas[number]["verdict"] == "kept":
             return
 
 
-def settle(loop: Loop, arms: dict[int, Arm]) -> None:
-    """Give ideas whose runs failed their verdict, and save all."""
-    for number, arm in arms.items():
-        if arm.verdict:
-            loop.state["ideas"][number] |= {"verdict": arm.verdict, "why": arm.reason}
-    loop.save()
-
-
 def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -> None:
-    """Compare an idea with the best one on seeds that nothing has used, until it is kept or
-    dropped."""
-    idea, state = loop.state["ideas"][number], loop.state
-    if "seed" not in idea:
-        idea["seed"] = loop.take_seeds(CONFIRMED)
-        loop.save()  # before the first run: these seeds are used
-    level = next_level(state["confirmed"])
-    screened, count, verdict = idea["runs"], LOOK_FROM, ""
-    while not verdict:
-        [differences] = compare(best, [arm], idea["seed"], count, runner)
-        if arm.verdict:
-            state["confirmed"].append(False)
-            settle(loop, {number: arm})
-            return
+    """Compare an idea with the best one on fresh seeds, until it is kept or dropped."""
+    state, idea = loop.state, loop.state["ideas"][number]
+    seeds = loop.take_seeds(CONFIRMED)
+    level, count, verdict = next_level(state["confirmed"]), LOOK_FROM, ""
+    while not (verdict or arm.verdict):
+        [differences] = compare(best, [arm], seeds[:count], runner)
         for pairs in range(LOOK_FROM, len(differences) + 1):
             verdict = verdict or confirm(differences[:pairs], level, loop.diff)
         count = min(CONFIRMED, count + max(1, runner.jobs // 2))
-    note(idea, differences)
-    sign = "<=" if verdict == "kept" else ">"
-    idea |= {"verdict": verdict, "runs": screened + 2 * len(differences), "level": level,
-             "why": f"confirmation: p = {idea['p']:.2g} {sign} {level:.2g}"}
-    state["confirmed"].append(verdict == "kept")
-    if verdict == "kept":
+    note(idea, arm, differences)
+    if not arm.verdict:
+        idea |= {"verdict": verdict, "why": f"confirmation: p = {idea['p']:.2g}, level {level:.2g}"}
+    state["confirmed"].append(idea["verdict"] == "kept")
+    if idea["verdict"] == "kept":
         state["kept"].append(number)
-        state["screening"] = loop.take_seeds(SCREENED)  # the old ones flatter what was kept
+        state["screening"] = [*loop.take_seeds(SCREENED)]  # the old ones flatter what was kept
     loop.save()
-
-
-# ---- The claim -------------------------------------------------------------------------
 
 
 def measure_claim(loop: Loop, runner: Runner) -> None:
     """Compare the best model with the start on new seeds and on the text that no run has scored."""
-    state = loop.state
-    start, best = loop.arm_of(None), loop.best(runner.environment)
-    make_plans([start], runner.environment)
-    if "claim_seed" not in state:
-        state["claim_seed"] = loop.take_seeds(CLAIMED)
-        loop.save()
-    compare(start, [best], state["claim_seed"], CLAIMED, runner)
+    start, best, seeds = loop.arm_of([]), loop.arm_of(loop.state["kept"]), loop.take_seeds(CLAIMED)
+    make_plans([start, best], runner.environment)
+    compare(start, [best], seeds, runner)
     if best.verdict:
         raise ValueError(f"the claim cannot be measured: {best.reason}")
+    pairs = pairs_of_seeds([run for run in start.runs if run.seed in seeds], best.runs)
     unseen = {"DATA_PATH": str(loop.folder / "loop" / "unseen")}
     tokens, size = read_text({**start.plan["config"], **unseen})
-    pairs = pairs_of_seeds([run for run in start.runs if run.seed >= state["claim_seed"]], best.runs)
-    rows = [nats_of_blocks(best, two, tokens) - nats_of_blocks(start, one, tokens)
+    nats = [nats_of_blocks(best, two, tokens) - nats_of_blocks(start, one, tokens)
             for one, two in pairs]
-    differences = np.array(rows) / math.log(2) / size * BLOCKS
-    state["claim"] = {**claim_of(differences), "runs": 2 * len(pairs), "verdict": "measured",
-                      "why": f"{len(state['kept'])} kept, on new seeds and {size:,} bytes "
-                             "that no other run has scored"}
+    claim = claim_of(np.array(nats) / math.log(2) / size * BLOCKS)
+    claim |= {"name": "best against start", "verdict": "measured",
+              "why": f"on new seeds and {size:,} bytes that no other run has scored"}
+    loop.state["claims"].append(claim)
     loop.save()
 
 
 def nats_of_blocks(arm: Arm, run, tokens: np.ndarray) -> np.ndarray:
     """Return the nats of an artifact on each of BLOCKS parts of the tokens. Raises ValueError."""
-    words = [f"{name}={value}" for name, value in arm.settings.items() if name != "ATTN"]
-    words += [f"INIT_FROM={model_of(run)}", f"DTYPE={arm.plan['config']['DTYPE']}"]
-    with tempfile.TemporaryDirectory() as place:
-        np.save(Path(place, "tokens.npy"), tokens)
-        command = [sys.executable, str(Path(__file__).resolve()), "rows", str(arm.script), *words]
-        result = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise ValueError(f"{run.log.stem}: its artifact cannot be scored: {last_line(result)}")
-    rows = np.array(json.loads(result.stdout.splitlines()[-1]))
-    return np.array([part.sum() for part in np.array_split(rows, BLOCKS)])
-
-
-def print_rows(script: str, settings: list[str]) -> None:
-    """Print the nats of each row of the tokens of tokens.npy, here, by the artifact INIT_FROM."""
-    import torch
-    train_gpt = load_script(script)
-    config, _ = train_gpt.load_config(settings, {})
-    model = train_gpt.GPT(config)
-    train_gpt.load_weights(model, config.init_from)
-    uses_gpu = config.device != "cpu" and torch.cuda.is_available()
-    model = in_float32(model).eval().to("cuda" if uses_gpu else "cpu")
-    device = next(model.parameters()).device
-    inputs, targets = rows_of(np.load("tokens.npy"), config.train_seq_len, device)
-    nats, batch = [], rows_at_once(config)
-    with torch.inference_mode():
-        for rows, wanted in zip(inputs.split(batch), targets.split(batch)):
-            losses = torch.nn.functional.cross_entropy(logits_of(model, rows).mT, wanted, reduction="none")
-            nats += losses.sum(1, dtype=torch.float64).tolist()
-    print(json.dumps(nats))
+    config = read_events(run.log)[0]["config"]
+    nats, reason = score_artifact(arm.script, model_of(run), config, tokens)
+    if reason:
+        raise ValueError(f"{run.log.stem}: {reason}")
+    return np.array([part.sum() for part in np.array_split(nats, BLOCKS)])
 
 
 # ---- The picture and the command -------------------------------------------------------
@@ -390,55 +312,40 @@ def print_rows(script: str, settings: list[str]) -> None:
 
 @own_style()
 def draw(loop: Loop) -> None:
-    """Draw each idea's effect on top of those that were kept before it, its interval, and the claim."""
+    """Draw each idea's effect on top of those that were kept before it, and the claim."""
     from matplotlib.figure import Figure
     picture = Figure(figsize=(9, 4.5), dpi=100, layout="constrained")
     axes, level, path = picture.subplots(), 0.0, [(0, 0.0)]
     colors = {"kept": "C0", "measured": "C1"}
-    for place, idea in enumerate(loop.rows(), 1):
+    for place, idea in enumerate(loop.state["ideas"] + loop.state["claims"], 1):
         if "effect" not in idea:
             continue
         base = 0.0 if idea["verdict"] == "measured" else level
-        value, color = 1000 * (base + idea["effect"]), colors.get(idea["verdict"], "0.7")
-        axes.plot([place], [value], "o", color=color)
-        if idea["pairs"] >= LOOK_FROM:
-            reach = 1000 * (idea["high"] - idea["effect"])
-            axes.errorbar([place], [value], yerr=[reach], color=color, capsize=3)
+        value, color = base + idea["effect"], colors.get(idea["verdict"], "0.7")
+        reach = idea["high"] - idea["effect"] if idea["pairs"] >= LOOK_FROM else 0.0
+        axes.errorbar([place], [value], yerr=[reach], fmt="o", color=color, capsize=3)
+        if idea["verdict"] in colors:
+            axes.annotate(plain_label(idea["name"]) + "  ", (place, value), ha="right")
         if idea["verdict"] == "kept":
             level += idea["effect"]
-        if idea["verdict"] in colors:
-            axes.annotate(plain_label(idea["name"]), (place, value), xytext=(-8, 6), ha="right",
-                          textcoords="offset points")
-        path.append((place, 1000 * level))
+        path.append((place, level))
     axes.step(*zip(*path), where="post", color="C0", linewidth=1)
-    axes.axhline(0, color="0.3", linewidth=1)
-    title = "against the start; blue: kept; grey: not kept; orange: the claim; bars: 90 %, from 4 pairs on"
-    axes.set(title=title, xlabel="idea", ylabel="thousandths of a bit per byte")
-    axes.title.set_fontsize(10)
-    axes.set_xticks(range(1, len(loop.rows()) + 1))
-    temporary = loop.folder / ".loop.tmp.png"
-    picture.savefig(temporary)
-    temporary.replace(loop.folder / "loop.png")
+    axes.set(title="blue: kept; grey: not kept; orange: the claim; bars: 90 %", xlabel="idea",
+             ylabel="bits per byte, against the start")
+    picture.savefig(loop.folder / "loop.png")
 
 
 def open_loop(options, environment: dict) -> Loop:
-    """Return the loop of a folder, whose claim has half of the validation text. Raises ValueError."""
-    settings = {}
-    if options.base:
-        settings, _ = read_settings(options.base)
-    settings |= {"MAX_WALLCLOCK_SECONDS": "0", **pairs_of(options.settings)}
-    options.seconds, options.horizons = 0, []
-    check_length(settings, options)
+    """Return the loop of a folder, whose claim has half of the text. Raises ValueError."""
+    settings = read_common(options)
     seed = int(settings.pop("SEED", 1337))
-    folder = options.folder.resolve()
     os.chdir(ROOT)  # to which the paths in the settings are relative
-    check_logs()
-    loop = Loop(folder, settings, seed, options.diff)
-    if not (folder / "loop.json").exists():
-        start = loop.arm_of(None)
+    loop = Loop(options.folder, settings, seed, options.diff)
+    if not (loop.folder / "loop.json").exists():
+        start = loop.arm_of([])
         make_plans([start], environment)
-        divide_text(Path(start.plan["config"]["DATA_PATH"]), folder / "loop")
-        loop.state["settings"] = {**settings, "DATA_PATH": str(folder / "loop" / "seen")}
+        divide_text(Path(start.plan["config"]["DATA_PATH"]), loop.folder / "loop")
+        loop.state["settings"] = {**settings, "DATA_PATH": str(loop.folder / "loop" / "seen")}
         loop.save()
     return loop
 
@@ -457,30 +364,28 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
             break
         else:
             time.sleep(1)
-    if not loop.state["kept"]:
-        runner.say("no idea was kept, so there is nothing to claim")
-    elif not loop.state["claim"]:
+    if loop.state["kept"] and not loop.state["claims"]:
         measure_claim(loop, runner)
         draw(loop)
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = shared_options(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    add_options(parser)
     parser.add_argument("--finish", action="store_true",
                         help="end when all ideas are tried, and measure the claim")
+    parser.set_defaults(seconds=0)  # the length is ITERATIONS
     options = parser.parse_args()
+    options.folder = options.folder.resolve()
     if not options.folder.is_dir():
         parser.error(f"{options.folder} is no folder")
     require_packages()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner = Runner(options.jobs, lambda text: print(text, flush=True), 60 * options.patience)
     try:
-        with only_one(options.folder.resolve() / ".lock"):
+        with only_one(options.folder / ".lock"):
             loop = open_loop(options, runner.environment)
-            runner.runs = read_runs([LOGS])
+            runner.runs = read_runs(LOGS)
             run_loop(loop, runner, options.finish)
     except (OSError, ValueError) as error:
         print(f"loop.py: {error}", file=sys.stderr)
@@ -492,9 +397,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rows"]:
-        print_rows(sys.argv[2], sys.argv[3:])
-        sys.exit(0)
     prepare_output()
     try:
         sys.exit(main())
