@@ -12,7 +12,7 @@ from conftest import GOLDEN, MODEL, REPOSITORY, events, run_here, run_trainer
 
 HERE = REPOSITORY / "tests" / "golden"
 HAS_LONG = (GOLDEN / "A" / "expected.json").exists() and MODEL.exists()
-ROUNDED = 1e-3  # nats: Muon's bfloat16 rounds sums in another order differently, which adds up over the steps
+ROUNDED = 2e-3  # nats, as in the long run below: Muon's bfloat16 rounds sums in another order differently, which adds up over the steps
 
 
 def long_run(test):
