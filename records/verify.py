@@ -76,7 +76,7 @@ def read_seed(path: Path, code: bytes, track: dict, findings: Findings) -> dict 
     return seed
 
 
-def summarize(events: list[dict], machine: str, text: str, counts_windows: bool = False) -> dict:
+def summarize(events: list[dict], machine: str, text: str, counts_windows: bool) -> dict:
     """Return a seed's numbers from its events and the second and third part of its text log. Its
     score is that of rows or, where the track counts them and EVAL_STRIDE is set, of windows.
     Raises LookupError or TypeError if something is missing."""

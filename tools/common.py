@@ -21,7 +21,7 @@ PRESETS = ROOT / "records" / "presets"
 # For the runs that are started: glibc keeps freed memory for the next step, and takes huge pages, which is faster on CPUs.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc."
                       "trim_threshold=0xffffffffffffffff")
-# OpenMP's threads spin while they wait for one another. Beside a busy program, that makes steps slower; alone, sleeping does.
+# OpenMP's threads spin while they wait for one another. Only beside a busy program are steps faster if they soon sleep instead.
 if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
