@@ -349,6 +349,7 @@ def main():
         if getattr(options, name):
             setattr(options, name, getattr(options, name).resolve())
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    os.environ.pop("GOMP_SPINCOUNT", None)  # common.py sets it on a busy machine.
     os.environ.update(OMP_NUM_THREADS=str(CORES), TORCHINDUCTOR_VEC_ISA_OK="1",
                       TORCHINDUCTOR_CACHE_DIR=str(options.scratch / "compiled"))
     try:
