@@ -12,19 +12,19 @@ unset PIP_USER PIP_TARGET PIP_PREFIX
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # for a checkpoint
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # no trial builds: 10 s at first
 # Compiled code is kept here, for each kind of CPU that shares this folder: a reboot empties /tmp.
-cpu=$(grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m)
-cpu=$(cksum <<< "$cpu" | cut -d' ' -f1)
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.venv/compiled/$cpu}
+cpu=$({ grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m; } | cksum)
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/.venv/compiled/${cpu%% *}}
 
 fail() {
   echo "run.sh: $*" >&2
   exit 1
 }
 
-python=.venv/bin/python
-if ! $python -c '' 2> /dev/null; then  # there is none, or its interpreter is gone
-  python=${PYTHON:-python3}
+if command -v flock > /dev/null && exec 9< run.sh && ! flock -n 9; then
+  echo "waiting for another ./run.sh, which installs" && flock 9 || true
 fi
+python=.venv/bin/python
+$python -c '' 2> /dev/null || python=${PYTHON:-python3}  # None is there, or a broken one.
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2> /dev/null ||
   fail "Python 3.11 or newer is needed, and $python is" \
     "$("$python" --version 2> /dev/null || echo not there); delete .venv, if it is there, and" \
@@ -54,7 +54,7 @@ if [ ! -e "$stamp" ]; then
   "${pip[@]}" -r "$packages" || fail "pip could not install $packages; its messages above say why"
   touch "$stamp"
 fi
-[ "${1:-}" = test ] || exec .venv/bin/python tools/start.py "$@"
+[ "${1:-}" = test ] || exec .venv/bin/python tools/start.py "$@" 9<&-
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}  # Tests run side by side: tools/common.py
 exec .venv/bin/python -m pytest -q -rs tests -n auto --dist loadfile --no-loadscope-reorder \
-  -m "not slow and not gpu" "${@:2}"  # the last -m counts
+  -m "not slow and not gpu" "${@:2}" 9<&-  # the last -m counts

@@ -12,7 +12,9 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from shards import SHARD_START, ShardWriter, escape_what_cannot_be_printed, finish, map_shard, split_documents, write_dataset
+from shards import (
+    SHARD_START, ShardWriter, escape_what_cannot_be_printed, finish, given_path, map_shard, split_documents, write_dataset,
+)
 from sources import PLACEHOLDER, PLACEHOLDER_ADVICE, SPLITS, words_of
 from tokenization import Tokenizer, load_tokenizer
 
@@ -55,12 +57,14 @@ def is_validation(name: str) -> bool:
 def find_files(names: list[str]) -> dict[str, list[Path]]:
     """Return the files of "train" and "val" by their names, or, if those say nothing, by the names of their folders. Raises
     ValueError if there are none for val."""
-    paths = []
+    once = {}  # by the files' real paths
     for name in names:
         found = sorted(path for path in Path(name).glob("*") if path.suffix.lower() in (".bin", ".npy")) or [Path(name)]
         if not found[0].is_file():
             raise ValueError(f"FILE {name!r} is neither a .bin or .npy file nor a folder of them")
-        paths += found
+        for path in found:
+            once.setdefault(path.resolve(), path)
+    paths = [*once.values()]
     val = [path for path in paths if is_validation(path.name)]
     in_folders = [path for path in paths if SPLITS.get(path.parent.name.lower()) in ("val", "test")]
     if not val and len(in_folders) < len(paths):  # else the folder may have its name for another reason
@@ -108,10 +112,10 @@ def convert(folder: Path, options) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".bin or .npy files, or folders of them")
+    parser.add_argument("files", nargs="+", type=given_path, metavar="FILE", help=".bin or .npy files, or folders of them")
     parser.add_argument("--tokenizer", required=True, help="gpt2 or another encoding of tiktoken, byte260, or "
                         "a SentencePiece .model")
-    parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
+    parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
     parser.add_argument("--dtype", choices=["uint16", "uint32", "int32", "int64"],
                         help=".bin files have no header, only ids of this type (nanoGPT: uint16)")
     escape_what_cannot_be_printed()

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from shards import REPOSITORY, escape_what_cannot_be_printed
+from shards import REPOSITORY, escape_what_cannot_be_printed, given_path
 
 DATA = REPOSITORY / "data"
 VARIANTS = {"sp1024": (1024, "willdepueoai/parameter-golf"),  # size of the vocabulary, repository
@@ -82,7 +82,8 @@ def main() -> None:
     parser.add_argument("--variant", required=True, choices=VARIANTS)
     parser.add_argument("--train-shards", type=shards, default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
-    parser.add_argument("--out", help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")
+    parser.add_argument("--out", type=given_path,
+                        help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")
     escape_what_cannot_be_printed()
     try:
         print(download(parser.parse_args()))

@@ -27,7 +27,9 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
-from shards import ShardWriter, count_cores, escape_what_cannot_be_printed, finish, lock, sha256_of, write_dataset
+from shards import (
+    ShardWriter, count_cores, escape_what_cannot_be_printed, finish, given_path, lock, sha256_of, write_dataset,
+)
 from sources import HUB, PACKINGS, SOTU, Reader, cut_lines
 from tokenization import (
     BOS, EOS, MAX_VOCAB_SIZE, OPERATORS, PAD, SPACE, UNK, Tokenizer, encode_in_order, fold_case, import_sentencepiece,
@@ -429,14 +431,14 @@ def tokenizer_name(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="files, folders, hf://OWNER/NAME, or sotu")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", type=given_path, help="files, folders, hf://OWNER/NAME, or sotu")
     parser.add_argument("--tokenizer", required=True, type=tokenizer_name,
                         help="spN, unigramN or caseopsN (learn N pieces), char (learn), a .model, byte260, or gpt2")
-    parser.add_argument("--out", required=True, help="folder of the data set; its name is the shards' name")
+    parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-docs", type=whole_number, metavar="N",
                        help="the first N documents are the validation split")
-    split.add_argument("--val-file", metavar="FILE", help="this file is the validation split")
+    split.add_argument("--val-file", type=given_path, metavar="FILE", help="this file is the validation split")
     split.add_argument("--val-fraction", type=share, metavar="F",
                        help=f"this fraction of the documents, chosen by their hash (default {VAL_FRACTION}, at most 20 MB, if no "
                        "names decide)")

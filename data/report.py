@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from shards import check_with_trainer, escape_what_cannot_be_printed, map_shard, sha256_of, split_documents
+from shards import check_with_trainer, escape_what_cannot_be_printed, given_path, map_shard, sha256_of, split_documents
 from tokenization import Tokenizer, load_tokenizer
 
 SAMPLES = 3  # documents of each split that are shown
@@ -99,7 +99,7 @@ def report(options) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", metavar="DATASET", help="folder of the shards")
+    parser.add_argument("dataset", type=given_path, metavar="DATASET", help="folder of the shards")
     parser.add_argument("--tokenizer", metavar="SPEC", help="a .model file, byte260, or gpt2 "
                         "(default: the one in manifest.json)")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")

@@ -1,5 +1,6 @@
 """The shard format, manifests and the trainer's check: what the scripts in this folder share."""
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -131,6 +132,13 @@ class ShardWriter:
             os.fsync(self.file.fileno())
 
 
+def given_path(text: str) -> str:
+    """Return the path in an argument, with ~ as the trainer takes it. Raises ArgumentTypeError if it is empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: is its variable set?")
+    return os.path.expanduser(text)
+
+
 def lock(path: Path, wait: bool = False):
     """Open a file that no other process can have until it is closed, or until this one ends. If another one has it, waits or raises
     ValueError. Does nothing more where files have no locks."""
@@ -172,8 +180,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         if out.is_mount():
             raise ValueError(f"--out {options.out!r} is a mounted file system: name a folder in it")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            use = f"train on its data set (DATA_PATH={options.out}), " if (out / "manifest.json").is_file() else ""
-            raise ValueError(f"--out {options.out!r} is not an empty folder: {use}delete it, or choose another --out")
+            use = f"train on its data set (DATA_PATH={options.out}), delete it, or " if (out / "manifest.json").is_file() else ""
+            raise ValueError(f"--out {options.out!r} is not an empty folder: {use}choose another --out")
         if re.search(r"_(train|val)_[0-9]", out.name):
             raise ValueError(f"--out {out.name!r} looks like the name of a shard: choose another name")
         if importlib.util.find_spec("torch") is None:  # the last check needs it: say so before hours of encoding
@@ -181,6 +189,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         unfinished = out.with_name(f"{out.name}.unfinished")
         folder = unfinished / out.name
         unfinished.mkdir(parents=True, exist_ok=True)
+        if any(unfinished.iterdir()) and not any(unfinished.glob("part-*.lock")):
+            raise ValueError(f"{unfinished}, where the data set would grow, holds other files: choose another --out")
         part, parts = getattr(options, "part", (1, 1))
         held = lock(unfinished / f"part-{part}-of-{parts}.lock")
         if not is_saved(unfinished):

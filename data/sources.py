@@ -13,6 +13,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -38,7 +39,8 @@ PLACEHOLDER_ADVICE = "is a placeholder of Git LFS or git-annex: fetch the file w
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # encodings by first bytes
 MARKUP_START = re.compile(r"\s*<(!doctype html|html|\?xml)\b", re.IGNORECASE)
 JSON_START = re.compile(r'\s*(\[\s*)?\{\s*"([^"\\]|\\.)*"\s*:')  # of an object, or of an array of them
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}  # by names of files
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "eval": "val",  # by names of files
+          "test": "test"}
 
 
 def hash_order(name: str) -> bytes:
@@ -66,6 +68,8 @@ def open_text(file, path: Path, encoding: str, errors: str = "surrogateescape") 
     refuse_placeholder(file)
     packing = PACKINGS.get(path.suffix.lower())
     opened = importlib.import_module(packing).open(file) if packing else file
+    with suppress(AttributeError):  # bz2 and lzma would take damage at the start of a later stream for the end of the file
+        opened._buffer.raw._trailing_error = ()
     start = opened.peek(4)
     for mark, name in MARKS.items():
         if start.startswith(mark) and not encoding.startswith((name, "utf-32")):  # UTF-32 may begin as UTF-16 does
@@ -110,8 +114,10 @@ def why_no_text(path: Path, encoding: str) -> str:
         raise
     except OtherContent as error:
         return str(error).partition(":")[0].removeprefix("is ").removeprefix("a ")
-    except Exception:  # packings are damaged in many ways
-        return kind
+    except UnicodeError:
+        return f"{kind} (not {encoding.removesuffix('-sig')})"
+    except Exception:  # no permission, or a damaged packing: reading the file will say what is wrong
+        return ""
     return kind if "\0" in start or is_markup(start, path) else ""
 
 
@@ -307,6 +313,7 @@ def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     """Yield the text of each row of a .csv or .tsv file, whose first line names the columns."""
     csv.field_size_limit(1 << 30)
     lines, key = open_text(file, path, reader.options.encoding), reader.options.text_key
+    lines.reconfigure(newline="")  # in some spreadsheets' files, CR alone ends a line
     delimiter = delimiter_of(path, next(lines, ""), key)
     lines.seek(0)
     quoting, advice = csv.QUOTE_MINIMAL, f"put quotes around text with {delimiter!r} or line ends"
@@ -416,7 +423,8 @@ class Reader:
                         text.encode("utf-8")
                     except (AttributeError, UnicodeEncodeError):  # no text, bytes that were not UTF-8, half a surrogate pair
                         if not self.options.skip_bad:
-                            raise ValueError(problem) from None
+                            hint = "" if "--skip-bad" in problem else "; --skip-bad leaves out what is like this"
+                            raise ValueError(problem + hint) from None
                         self.bad += 1
                         self.first_bad = [*self.first_bad, problem][:3]
                         continue
@@ -437,6 +445,9 @@ class Reader:
         if names["train"] and sizes["train"] >= sizes[""] and self.options.by_names:
             self.named_splits = names["val"] > 0
             self.skipped["named test"] += names["test"]
+            if names[""]:
+                self.hints.append(f"warning: {names['']:,} files whose names say no split are for training, too; move those that "
+                                  "are not")
             if self.named_splits:
                 self.hints.append(f"validation split: {names['val']:,} files, chosen by name")
             val = [file for _, files in parts for file in files if file[1] == "val"]
@@ -476,7 +487,11 @@ class Reader:
                 continue
             walked.add(os.path.realpath(place))
             self.skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
-            folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(".unfinished")]
+            if {"blobs", "snapshots"} <= {*folders}:  # the cache of the hub, with the files once more, but without their names
+                folders.remove("blobs")
+            begun = {name for name in folders  # by prepare.py
+                     if name.endswith(".unfinished") and any(Path(place, name).glob("part-*.lock"))}
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in begun]
             for file in (Path(place, name) for name in names if not name.startswith(".")):
                 if reason := self.why_skipped(file):
                     self.skipped[reason] += 1
@@ -486,6 +501,8 @@ class Reader:
     def why_skipped(self, path: Path) -> str:
         """Return what to count a file in a folder as if it is to be left out, else ""."""
         kind = format_of(path)
+        if path.suffix.lower() in PACKINGS and path.with_suffix("").is_file():
+            return "packed, beside the same unpacked"
         if not path.exists():
             return "broken links"
         if not path.is_file() or kind in MARKUP:
@@ -538,7 +555,7 @@ class Reader:
             lines.append(f"the first without {self.options.text_key!r}: {self.lacking}")
         if self.bad:
             first = [problem.partition(": name its")[0] for problem in self.first_bad]
-            lines.append(f"left out {self.bad:,} documents that cannot be read; the first: {'; '.join(first)}")
+            lines.append(f"left out {self.bad:,} documents or rests of files that cannot be read; the first: {'; '.join(first)}")
         for kind, count in self.other_kinds.items():
             lines.append(f"read {count:,} files as {kind}")
         if self.empty:

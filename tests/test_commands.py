@@ -122,6 +122,21 @@ exit $FAILS""")
     assert len(list((checkout / ".venv").glob("installed-*-requirements-dev.txt"))) == 1
 
 
+@pytest.mark.skipif(not shutil.which("flock"), reason="without flock, as on a Mac, two may install at once")
+def test_of_two_run_sh_in_a_new_checkout_one_installs_and_the_other_waits(checkout):
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "own-python").write_text("""#!/usr/bin/env bash
+[ "$1 $2" = "-m venv" ] || exit 0
+mkdir -p .venv/bin
+cp "$0" .venv/bin/python
+sleep 1
+""")
+    (checkout / "own-python").chmod(0o755)
+    result = shell(checkout, "-c", "export PYTHON=./own-python; ./run.sh test & ./run.sh test; wait")
+    assert result.stdout.count("installing requirements-dev.txt into .venv") == 1, result
+    assert result.stdout.count("waiting for another ./run.sh, which installs") == 1
+
+
 def test_run_sh_trains_and_says_what_it_left(checkout):
     """And sends the numbers to a tracker, here a module that writes them down."""
     data = make_shards(checkout)

@@ -57,7 +57,8 @@ def test_packed_files_of_several_streams_are_read_whole_and_damage_is_not_their_
     path.write_bytes(pack(b"".join(lines[:300])) + pack(b"".join(lines[300:])))
     assert read(path, "--val-docs", 5) == texts
     data = path.read_bytes()
-    for damaged in (data[:-40], data[:200] + bytes(50) + data[250:]):
+    second = len(pack(b"".join(lines[:300]))) + 2  # in the first bytes of the second stream, where some libraries see the end
+    for damaged in (data[:-40], data[:200] + bytes(50) + data[250:], data[:second] + b"\xff" + data[second + 1:]):
         path.write_bytes(damaged)
         with pytest.raises(SystemExit, match=f"a.jsonl{ending}(, line .* is not JSON| cannot be read: )"):
             read(path)
@@ -159,6 +160,40 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
         read(folder)
 
 
+def test_what_cannot_be_opened_or_unpacked_is_not_taken_for_a_binary_file(tmp_path, capsys, read):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.md").write_text("some text")
+    (folder / "b.srt").write_bytes("größe".encode("cp1252"))
+    (folder / "wiki_00.bz2").write_bytes(bz2.compress(b"a line of text\n" * 99)[:-9])
+    with pytest.raises(SystemExit, match="wiki_00.bz2 cannot be read: "):
+        read(folder)
+    read(folder, "--skip-bad", "--separator", " ")
+    assert "skipped 1 .srt (not utf-8)" in capsys.readouterr().out
+
+
+def test_files_that_are_there_twice_are_read_once_and_by_their_names(tmp_path, capsys, read):
+    """A packed copy beside its file, and the cache of the Hugging Face hub, whose blobs have no names."""
+    for place in ("blobs", "snapshots/1", "novel.unfinished"):
+        (tmp_path / "texts" / place).mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / f"texts/blobs/{number}").write_text(f"id,text\n1,row {number}\n")
+        (tmp_path / f"texts/snapshots/1/{number}.csv").symlink_to(tmp_path / f"texts/blobs/{number}")
+    (tmp_path / "texts/novel.unfinished/draft.txt").write_text("a draft")  # It is no unfinished data set.
+    lines = write_jsonl(tmp_path / "texts/a.jsonl", ["one", "two"])
+    (tmp_path / "texts/a.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    assert sorted(read(tmp_path / "texts")) == ["a draft", "one", *(f"row {number}" for number in range(4)), "two"]
+    assert "1 packed, beside the same unpacked" in capsys.readouterr().out
+
+
+def test_files_whose_names_say_no_split_are_said_among_those_that_do(tmp_path, capsys, read):
+    (tmp_path / "texts").mkdir()
+    for name, count in (("train", 40), ("eval", 5), ("dev_matched", 9), ("test_matched", 9)):
+        write_jsonl(tmp_path / "texts" / f"{name}.jsonl", [f"{name} {i}" for i in range(count)])
+    assert read(tmp_path / "texts")[:5] == [f"eval {i}" for i in range(5)]
+    assert "warning: 2 files whose names say no split are for training, too" in capsys.readouterr().out
+
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n"
 
 
@@ -189,13 +224,13 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, name, content, wanted):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}(, | cannot be read: | ){wanted}"):
+    with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}(, | cannot be read: | ){wanted}.*--skip-bad"):
         read(tmp_path / name, "--val-docs", 1)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     good = write_jsonl(tmp_path / "good.jsonl", ["one", "two"])
     found = read(good, tmp_path / name, "--val-docs", 1, "--skip-bad")
     assert found == ["one", "two", "a"][:3 if b'"a"' in content else 2]
-    assert "left out 1 documents that cannot be read; the first: " in capsys.readouterr().out
+    assert "left out 1 documents or rests of files that cannot be read; the first: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, content, key", [
@@ -210,7 +245,7 @@ def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, 
     ("a.tsv", 'text\n"one, ""two"""\n"b"\n', "text"), ("part-00000", '{"text": "one, \\"two\\""}\n\n{"text": "b"}\n', "text"),
     ("a.txt", '\ufeff{"id": 1, "text": "one, \\"two\\""}\n{"id": 2, "text": "b"}', "text"),
     ("a", '[\n {"text": "one, \\"two\\""},\n {"text": "b"}]', "text"),
-    ("a.csv", 'id;text\n1;"one, ""two"""\n2;b\n', "text"),
+    ("a.csv", 'id;text\n1;"one, ""two"""\n2;b\n', "text"), ("a.csv", 'id,text\r1,"one, ""two"""\r2,b\r', "text"),
     ("a.jsonl", '{"doc": {"body": "one, \\"two\\""}}\n{"doc": {"body": "b"}}\n', "doc.body"),
     ("a.jsonl", '{"a.b": ["one, \\"two\\""]}\n{"a.b": "b"}\n', "a.b")])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -385,7 +420,8 @@ def test_learnt_vocabularies_and_shards_do_not_depend_on_the_run_or_its_processe
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
-    (["a.jsonl", "--out", "full"], "full' is not an empty folder: delete it, or choose another --out"),
+    (["a.jsonl", "--out", "full"], "full' is not an empty folder: choose another --out"),
+    (["a.jsonl", "--out", "novel"], "novel.unfinished, where the data set would grow, holds other files: choose another --out"),
     (["a.jsonl", "--out", "made"], r"made' is not an empty folder: train on its data set \(DATA_PATH=made\), delete it")])
 def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch, arguments, wanted):
     monkeypatch.chdir(tmp_path)
@@ -396,6 +432,7 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
         (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "page.html").write_text("<p>text</p>")
     (tmp_path / "full" / "mine").mkdir(parents=True)
+    (tmp_path / "novel.unfinished" / "drafts").mkdir(parents=True)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "manifest.json").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -414,6 +451,20 @@ def test_numbers_out_of_range_are_refused_before_anything_is_read(monkeypatch, c
         run_script(monkeypatch, prepare, "no file", "--tokenizer", "byte260", "--out", "out", f"{option}={value}")
     error = capsys.readouterr().err
     assert f"argument {option}: '{value}' " in error and wanted in error
+
+
+@pytest.mark.parametrize("arguments", [[""], ["a.jsonl", "--val-file", ""], ["a.jsonl", "--out", ""]])
+def test_an_empty_path_is_refused(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit, match="^2$"):
+        run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out", "out", *arguments)
+    assert "the path is empty: is its variable set?" in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_folder_as_for_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
+    run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out=~/set", "--val-docs", "1", "~/a.jsonl")
+    assert (tmp_path / "set" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", ""])
