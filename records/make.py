@@ -70,6 +70,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     values = {name.upper(): value for name, value in asdict(config).items()}
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
+    problems.check(not folder.exists(), f"{folder} is there: choose another --name")
     if not problems:
         verify.read_data(values, track, options.division, problems)
     if problems:
@@ -201,10 +202,14 @@ def leaderboard(records: Path) -> str:
         groups = defaultdict(list)
         for record in path.parent.glob("*/submission.json"):
             claims, name = load_json(record), record.parent.name
-            cells = [*verify.describe_score(claims).split(" bits per byte, "),
-                     f"{claims['bytes_total']:,}", claims["hardware"].split(" in ")[0],
-                     claims["author"], f"[{name}]({path.parent.name}/{name})"]
-            groups[claims["division"], claims["machine"]].append((common.score(claims), cells))
+            try:
+                cells = [*verify.describe_score(claims).split(" bits per byte, "),
+                         f"{claims['bytes_total']:,}", claims["hardware"].split(" in ")[0],
+                         claims["author"], f"[{name}]({path.parent.name}/{name})"]
+                row = (common.score(claims), cells)
+                groups[claims["division"], claims["machine"]].append(row)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"{record} is damaged: {error!r}") from None
         lines += [f"### [{load_json(path)['title']}]({path.parent.name})", ""]
         lines += [] if groups else ["No record yet.", ""]
         for (division, machine), rows in sorted(groups.items()):
@@ -263,13 +268,13 @@ def main():
                     check_plan(options, folder, settings)
                 run_ids = run_seeds(options, track, settings)
             package(options, folder, run_ids)
+        accepted = verify.report(folder)
+        if accepted:
+            (records / "README.md").write_text(leaderboard(records), encoding="utf-8")
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
     except KeyboardInterrupt:
         sys.exit("make.py: stopped; the same command keeps finished seeds and trains this one anew")
-    accepted = verify.report(folder)
-    if accepted:
-        (records / "README.md").write_text(leaderboard(records), encoding="utf-8")
     sys.exit(0 if accepted else 1)
 
 

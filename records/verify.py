@@ -211,11 +211,19 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "settings": first["overrides"], "against_base": None,
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
     if base:  # A p-value needs runs of one machine and sitting.
+        is_same = place_of({**authored, **claims}) == place_of(base)
+        findings.check(is_same or not authored["in_turn"], f"in_turn is true, but "
+                       f"{authored['base']} ran on another machine or with other versions")
         theirs = list(base["seed_results"].values())
         difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
         test = compare_scores(track, seeds, theirs) if authored["in_turn"] is True else None
         claims["against_base"] = test or {"difference": difference, "p": None}
     return claims, seeds
+
+
+def place_of(claims: dict) -> tuple:
+    """Return where a record was trained: device, versions and the machine's name."""
+    return claims["machine"], claims["environment"], claims["hardware"].partition(",")[0]
 
 
 def load_base(folder: Path, base: str, division: str, findings: Findings) -> dict:

@@ -114,6 +114,7 @@ MISTAKES = {
     "a slow clock": (lambda f: change(f, "val", elapsed_s=1e4), "its clock counts .* s of training in .* s"),
     "in turn with nothing": (lambda f: put(f / "submission.json", base=""), "in_turn is true, but there is no base"),
     "a base that was not trained in turn": (lambda f: put(f / "submission.json", in_turn=False), "against_base is .* but the logs give .*'p': None"),
+    "a base of another machine": (lambda f: put(next(f.parent.glob("*_Control")) / "submission.json", hardware="2 cores of Other, 1 TFLOP/s"), "in_turn is true, but track_tiny/.*_Control ran on another machine"),
     "itself as a base": (lambda f: put(f / "submission.json", base=f"track_tiny/{f.name}"), "is not another record of track_tiny and the division 'tiny'"),
     "other training shards": (lambda f: pin(f, train_shards_sha256=["0"]), "the train shards are not those of the division"),
     "other validation shards": (lambda f: pin(f, val_shards_sha256=["0"]), "the val shards are not those of the division"),
@@ -153,6 +154,12 @@ def test_one_bad_folder_does_not_hide_the_others(records, monkeypatch, capsys):
         run_script(monkeypatch, verify)
     assert re.findall(r"^\S+_(\w+): (\w+)", capsys.readouterr().out, re.M) == [
         ("Empty", "refused"), ("Control", "accepted"), ("Slow", "accepted")]
+
+
+def test_a_damaged_neighbour_is_named(records):
+    put(next(records.parent.glob("*_Control")) / "submission.json", seed_results=[])
+    with pytest.raises(ValueError, match="_Control/submission.json is damaged: AttributeError"):
+        make.leaderboard(records.parents[1])
 
 
 STREAM = "return x if lane is None else lane"  # of the trainer
@@ -201,7 +208,7 @@ def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypa
     (["--seeds", "1,x"], "--seeds: invalid seeds value: '1,x'"), (["--seeds", "1,2,02"], "the track asks for 3 seeds; there are 2"),
     (["--division", ""], "--track, --name and --division are needed"), (["--division", "other"], "division 'other' must be one of tiny"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["--track", "none"], "No such file .*none/track.json"),
-    (["--base", "none"], "No such file .*none/submission.json"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
+    (["--name", "Control"], "_Control is there: choose another --name"), (["--base", "none"], "No such file .*none/submission.json"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", **CAP), "^make.py: now they train")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path, more, message):

@@ -173,10 +173,11 @@ def train(run: dict, options) -> list[dict]:
 
 
 def our_commit() -> str:
-    """Return this repository's commit, followed by -dirty if the trainer has changed since."""
+    """Return the last commit that changed the trainer, and -dirty if it has changed since."""
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
     paths = ["train_gpt.py", "tools", "data", "records/presets"]
+    last = ["log", "-1", "--format=%H", "--", *paths]
+    commit = subprocess.check_output([*git, *last], text=True).strip()
     is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *paths]).returncode
     return f"{commit}-dirty" if is_dirty else commit
 
@@ -221,8 +222,10 @@ def train_missing(options):
                       "machine": hardware(uses_gpus=False), "torch": version("torch")}
             log = options.logs / f"{name}_seed{seed}.jsonl"
             if log.exists():
-                if read_log(log)[0]["minutes"] != minutes:
-                    raise ValueError(f"{log} is of other --minutes: choose other --logs")
+                there = read_log(log)[0]
+                other = [key for key in header if there.get(key) != header[key]]
+                if other:
+                    raise ValueError(f"{log} is of other {', '.join(other)}: choose other --logs")
                 continue
             print(f"{log.stem}: {minutes:g} minutes and compiling", flush=True)
             run = {**tool, **header, "id": log.stem, "seconds": 60 * minutes,
