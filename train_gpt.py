@@ -1,16 +1,16 @@
 """Train the best language model you can within a size limit and a time limit.
 
-    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            one device; --help has settings
-    torchrun --standalone --nproc_per_node=8 train_gpt.py  eight GPUs, default settings
+    python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
+    torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, else in the environment, else in a file @FILE.
+Set NAME=value as an argument, else in the environment, else in a file @FILE (see --help).
 The science comes first, from Config to train; the rest is machinery. In shapes of
 tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
 C head width. "As published" means: as in the script of the parameter-golf challenge.
 """
 from pathlib import Path
 
-SOURCE = Path(__file__).read_text("utf-8")  # now: it may be edited while the imports run
+SOURCE = Path(__file__).read_text("utf-8")  # first: it may be edited during the imports
 
 import difflib
 import gc
@@ -44,17 +44,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 STARTED = time.monotonic()  # RunLog counts from here, after the imports.
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
-MODEL_FILE = "final_model.int8.ptz"  # the artifact (not the floats)
+MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
 CHECKPOINT_FORMAT = 4
-KEPT_CHECKPOINTS = 2  # of a run, the newest
+KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' names
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # in old files
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not ours
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
-LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: from 0
+LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Others: 0 or more.
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -77,7 +77,7 @@ class Config:
     mlp_mult: Positive = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
     tie_embeddings: bool = True  # use one table for input and output
     rope_base: Positive = 10000.0  # base of the rotary frequencies
-    logit_softcap: Positive = 30.0  # limit of the logits, by tanh
+    logit_softcap: Positive = 30.0  # limit of the logits, by tanh; 1000 at most
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
@@ -93,7 +93,7 @@ class Config:
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
     init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for blocks' matrices, else AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # of blocks' matrices; the rest has AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, with Muon
     head_lr: float = 0.008  # learning rate of an untied output head, with Muon
@@ -102,19 +102,19 @@ class Config:
     scalar_lr: float = 0.02  # learning rate of all other parameters, with Muon
     muon_momentum: Share = 0.99  # Muon's momentum after its warm-up
     muon_backend_steps: int = 5  # Newton-Schulz steps of Muon
-    muon_row_norm: bool = False  # scale rows of an update to 1 before Newton-Schulz
+    muon_row_norm: bool = False  # scale rows of an update to norm 1 before Newton-Schulz
     muon_momentum_warmup_start: Share = 0.92  # Muon's momentum at step 0
     muon_momentum_warmup_steps: int = 1500  # raise Muon's momentum over N steps
     beta1: Share = 0.9  # Adam's decay of the first moment
     beta2: Share = 0.95  # Adam's decay of the second moment
     adam_eps: float = 1e-8  # Adam's epsilon
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
-    weight_decay: float = 0.0  # a step takes N * rate off matrices and embeddings
+    weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # in a name: Adam's; a float, if small
+    control_tensor_name_patterns: str = CONTROL  # tensors named so are AdamW's; floats if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # rates fall in N steps' time at the end; <= 0: never
+    warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
     warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
     # Run: RESUME accepts other values of these, if every step still reads the same text.
@@ -130,20 +130,20 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans (not passes) of a rank's step; 0: 8 / ranks
+    grad_accum_steps: int = 0  # spans that a rank reads in a step; 0: its share of 8
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
-    eval_stride: int = 0  # score in windows that move by N tokens, too; 0: do not
-    train_log_every: int = 200  # log the first ten steps and every N-th; 0: no more
+    eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
+    train_log_every: int = 200  # log the first ten steps and every N-th; 0: only ten
     checkpoint_every: int = 0  # save every N steps and at the end; 0: only if stopped
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
-    export_clip: float = 0.0  # clip rows at N deviations; 0: off, at 8 bits as published
+    export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of code and artifact; EXPORT_CLIP rises to 2.1-fold
+    size_cap: int = 0  # above N bytes with code, raise EXPORT_CLIP, or warn; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -166,7 +166,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # from INIT_FROM's
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -205,9 +205,9 @@ class Ranks:
 
 # ---- Model -----------------------------------------------------------------------------
 def rms_norm(x, gain=1.0):
-    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
+    """gain * x / sqrt(mean(x^2) + epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # One pass over x, not two.
+    return (x * (factors * gain)).to(x.dtype)  # one pass over x for both factors
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
@@ -251,22 +251,22 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # the last dimension first
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # F.pad takes the last first.
 
 def smear(x, share):
-    """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; -0.03 bpb)."""
+    """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; 0 to -0.03 bpb)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; -0.058 bits per byte)."""
+    what followed an earlier token (modded-nanogpt#169; 0 to -0.03 bpb beside SMEAR)."""
     pairs = k.size(3) // 2
-    num_kept = rope_dims // 2 or pairs // 2  # of first pairs: all that rotate, or half
+    num_kept = rope_dims // 2 or pairs // 2  # all pairs that rotate, or half of them
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < num_kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Project y (B, T, H, C) off its v (B, T, K, C) (arXiv:2603.09078; -0.008 bpb)."""
+    """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078; -0.008 bpb."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
@@ -338,9 +338,9 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # Rows: into x, into the lane. Columns: of itself, attention, MLP. Values: #1518.
+        # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # Adam's, by "resid_mix" in its name
+        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, by its name
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -352,8 +352,8 @@ class LaneBlock(Block):
         return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
 
 def cross_entropy(logits, targets, limit: float):
-    """F.cross_entropy of logits (B, T, V) within +-limit, ignore_index=-1, in few passes:
-    a target's logit is a masked sum; no maximum is subtracted if exp cannot overflow."""
+    """F.cross_entropy of logits (B, T, V), ignore_index=-1, in few passes: a target's logit is
+    a masked sum; if `limit` keeps exp from overflowing, no maximum is subtracted."""
     log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)
     ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
     nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
@@ -361,14 +361,14 @@ def cross_entropy(logits, targets, limit: float):
     return (nats * is_counted).sum() / is_counted.sum()
 
 class GPT(nn.Module):
-    """A GPT; the first half of its blocks feeds skips to the second, last to first."""
+    """A GPT. The first half of its blocks feeds skips to the second, in reverse order."""
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # The order of modules fixes the draws.
+        self.tok_emb = nn.Embedding(rows, width)  # This order fixes the weights.
         self.first_lane = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -377,7 +377,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A graph would fix a number.
+        rate = torch.zeros(()) if config.dropout else None  # A graph fixes numbers.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -410,7 +410,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == self.first_lane:
                 lane = x.clone()
-            if i >= self.half and skips:  # None is left for an odd last block.
+            if i >= self.half and skips:  # An odd last block gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
                 x = block(x, x0, cos, sin, self.drop_rate)
@@ -418,13 +418,13 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # Every block's output is in the lane, too.
+        return x if lane is None else lane  # The lane has all blocks' outputs, as x has.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
         cap = self.config.logit_softcap
         logits = linear(rms_norm(x), self.lm_head or self.tok_emb).float()
-        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh(logits / cap)
+        return cap * (2 * torch.sigmoid(2 / cap * logits) - 1)  # cap * tanh, but faster
 
     def loss(self, x, targets):
         """Mean cross entropy in nats, 0-d float32, where the targets are not -1."""
@@ -451,8 +451,8 @@ def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum. A bank is all matrices of a shape; the first has
-    its state. A machine's ranks share the work; other machines get gradients by DDP only."""
+    """Orthogonalized Nesterov momentum. Matrices of a shape form a bank; the first has its
+    state. The ranks of a machine share the work; every machine does all of it."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -479,11 +479,11 @@ class Muon(torch.optim.Optimizer):
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
-            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as in Muon's code
+            updates = updates * max(1, shape[0] / shape[1]) ** 0.5  # as published
             if node_size > 1:  # The transfer runs beside the next bank's work.
-                gathered = updates.new_empty(share * node_size, *shape)
-                gathers.append(dist.all_gather_single(gathered, updates.contiguous(), node, True))
-                updates = gathered
+                part = updates.contiguous()
+                updates = part.new_empty(share * node_size, *shape)
+                gathers.append(dist.all_gather_single(updates, part, node, async_op=True))
             pending.append((params, updates))
         for gather in gathers:
             gather.wait()
@@ -492,7 +492,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
-    """By name: "adam" (AdamW, arXiv:1711.05101) and, for the blocks' matrices, "muon"."""
+    """By name: "adam" (AdamW, arXiv:1711.05101), perhaps "muon", for blocks' matrices."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -523,7 +523,7 @@ def epoch_order(seed: int, epoch: int, rows: int):
     return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
-    """The shards' endless text, in pieces: if shuffled, rows; else spans of many rows."""
+    """The shards' endless text. A step reads pieces: rows if shuffled, else spans."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -535,7 +535,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares the starts of all shards: 32 MiB in all, but 9999 bytes of each.
+        # RESUME compares the shards' starts: 32 MiB in all, at least 9999 bytes of each.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
         self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
@@ -559,14 +559,14 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # Of several epochs, the last is whole, as number 10^6; the one before is cut.
+        # The last of several epochs is whole, with number 10^6; the one before is cut.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
-            if self.shuffled:  # from a place in the order to its row
+            if self.shuffled:
                 order = epoch_order(config.seed, piece // self.rows, self.rows)
-                piece = int(order[piece % self.rows])
+                piece = int(order[piece % self.rows])  # the row at this place
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
@@ -577,22 +577,22 @@ class TokenLoader:
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
-
-    The rates fall by a cosine (arXiv:1608.03983); or linearly in WARMDOWN_FRACTION of the
-    run; or, as published, in its last WARMDOWN_ITERS steps or the time that they take."""
+    The rates fall by a cosine after the warm-up (arXiv:1608.03983); or linearly in the last
+    WARMDOWN_FRACTION of the run; or, as published, in its last WARMDOWN_ITERS steps, or in
+    the time that they take."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
     if config.lr_schedule == "cosine":
-        shape = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        level = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_fraction:
-        shape = max(0.0, 1 - done) / config.warmdown_fraction
+        level = max(0.0, 1 - done) / config.warmdown_fraction
     elif cap_ms < math.inf:
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
-        shape = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
+        level = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
-        shape = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
-    falling = config.min_lr + (1 - config.min_lr) * min(1.0, shape)
+        level = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
+    falling = config.min_lr + (1 - config.min_lr) * min(1.0, level)
     rising = (step + 1) / max(1, config.lr_warmup_steps)
     part = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
     momentum = (1 - part) * config.muon_momentum_warmup_start + part * config.muon_momentum
@@ -612,8 +612,8 @@ class Trainer:
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
-            self.ddp = DDP(self.model, gradient_as_bucket_view=True, bucket_cap_mb=1 << 20,
-                           broadcast_buffers=False)  # 1 TiB: a single bucket
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True,
+                           broadcast_buffers=False, bucket_cap_mb=1 << 20)  # one bucket
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -630,7 +630,7 @@ class Trainer:
         losses = torch.zeros((), device=self.ranks.device)
         for i, (inputs, targets) in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.ddp(inputs, targets) * (1 / len(batches))  # rounded as published
+            loss = self.ddp(inputs, targets) * (1 / len(batches))  # as published
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
@@ -654,7 +654,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict):
         """Return to a `state_dict` and start the clock."""
-        self.model.load_state_dict(dict(state["model"]))  # dict() drops _metadata.
+        self.model.load_state_dict(dict(state["model"]))  # no _metadata: see load_weights
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             optimizer.load_state_dict(old)
         self.scaler.load_state_dict(state["scaler"])
@@ -662,11 +662,11 @@ class Trainer:
 
 def train(trainer, loader, validation, log):
     """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
-
     A turn does what is due, then makes a step; a GPU computes it while the next batch is
     read. The time is estimated; at some steps, all wait and the ranks agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step, last_logged = clock.step, (clock.step, clock.time_ms)
+    saved_step = clock.step
+    last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
@@ -679,10 +679,9 @@ def train(trainer, loader, validation, log):
             validate(trainer, validation, log)
             if clock.stop_signal:
                 continue  # to the checkpoint above
-        done = max(clock.step / max(1, config.iterations), clock.time_ms / clock.cap_ms)
-        expected_steps = clock.step / done if done else config.iterations
-        loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
         mean_ms = clock.time_ms / max(clock.step, 1)
+        expected_steps = min(config.iterations, clock.cap_ms / max(mean_ms, 1e-9))
+        loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
         step = clock.step = clock.step + 1
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
@@ -690,8 +689,10 @@ def train(trainer, loader, validation, log):
         waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
+            # In float16, an overflow skips a step and halves the scale, which begins at 2**16.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            if clock.synchronize(not (loss if can_overflow else loss + norm).isfinite()):
+            is_bad = not (loss if can_overflow else loss + norm).isfinite()
+            if clock.synchronize(is_bad):
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
@@ -735,9 +736,9 @@ def start_ranks(config) -> Ranks:
         store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
-        try:  # hours: the others wait while rank 0 exports
+        try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                    device_id=gpu, timeout=timedelta(hours=2))
+                                    device_id=gpu, timeout=timedelta(hours=2))  # for exports
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
@@ -772,8 +773,7 @@ def choose_attention(config, device: torch.device) -> str:
 def parse_value(name: str, text: str):
     """The value of a variable that is written as `text`. Raises ValueError."""
     f = FIELDS[name]
-    options = (0, 1, "false", "true") if f.type is bool else get_args(f.type)
-    choices = [str(option) for option in options]
+    choices = ["0", "1", "false", "true"] if f.type is bool else [*map(str, get_args(f.type))]
     require(not choices or text.lower() in choices, f"{name}={text!r} must be one of {choices}")
     if f.type is bool:
         return text.lower() in ("1", "true")
@@ -798,7 +798,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """The model's settings in a file, or {}; an artifact's include those unknown here."""
+    """The model's settings in a file, or {}; of an artifact, also unknown ones that are on."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -867,7 +867,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl and, formatted by `text`, to console and .txt."""
+        """Write values to the .jsonl, NaN as null; by the format `text`, to console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -877,7 +877,7 @@ class RunLog:
 
 # ---- Shards and validation -------------------------------------------------------------
 def count_tokens(path) -> int:
-    """The count in a shard's header, after magic number and version. Raises ValueError."""
+    """The token count in a shard's header, after magic and version. Raises ValueError."""
     header = np.fromfile(path, dtype="<i4", count=3).tolist()
     require(len(header) == 3 and header[:2] == [20240520, 1], f"{path} is not a token shard")
     size, count = path.stat().st_size, header[2]
@@ -896,7 +896,7 @@ def read_shard(path, vocab_size: int, start=0, count=-1):
     return tokens
 
 def open_split(config, split: str) -> dict[Path, int]:
-    """The tokens of each shard of "train" or "val", sorted by name. Raises ValueError."""
+    """Each shard of "train" or "val", by name, with its token count. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     remedies = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
@@ -908,8 +908,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; a token's bytes (V, 2): in a text; after a control token,
-    without a space that the tokenizer added; control tokens (V,). Or ValueError."""
+    """The tokenizer's kind; bytes of its tokens (V, 2); which are control tokens (V,).
+    Column 1: after such a one, without a space that the tokenizer adds. Or ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -921,7 +921,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                # By these (of score 0) caseops tokenizers mark the next letters' case.
+                # caseops tokenizers mark the next letters' case by these, of score 0.
                 is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
                 if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
@@ -939,29 +939,30 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but "
             f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
     table = np.array([lengths, starting_lengths or lengths], dtype=np.uint16).T
-    return kind, table, np.array(is_control or [False] * len(lengths))
+    return kind, table, np.array(is_control or [0] * len(lengths), dtype=np.uint8)
 
 class Validation:
-    """The validation text and its bytes. Raises ValueError if manifest.json contradicts."""
+    """Validation text and its bytes. Raises ValueError if manifest.json contradicts."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         source = Path(config.data_path, "manifest.json")
         try:
             splits = json.loads(source.read_bytes() if source.exists() else "{}").get("splits", {})
-            counts = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
+            claims = [splits.get("val", {}).get(name) for name in ("tokens", "decoded_bytes")]
             entries = sum((split.get("shards", []) for split in splits.values()), [])
             self.data_sha256 = {str(entry["file"]): entry.get("sha256") for entry in entries}
         except Exception as error:  # Damaged files fail in many ways.
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
-        listed = self.data_sha256.keys() or there  # A score needs no training shards.
-        odd = sorted(there ^ listed if config.iterations or config.gptq_batches else there - listed)
+        listed = self.data_sha256.keys() or there
+        needs_all = config.iterations or config.gptq_batches  # else it only scores
+        odd = sorted(there ^ listed if needs_all else there - listed)
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
-        target_bytes = table[tokens[1:], is_control[tokens[:-1]].astype(np.uint8)]
+        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
-        wanted = [own if said is None else said for said, own in zip(counts, found)]
+        wanted = [size if claim is None else claim for claim, size in zip(claims, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
                 f"and TOKENIZER_PATH={config.tokenizer_path} give {found}: scores would be wrong")
         rows = (len(tokens) - 1) // config.train_seq_len
@@ -970,7 +971,7 @@ class Validation:
         self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
 
     def score(self, model, stride=0) -> dict[str, float]:
-        """Score all rows, or windows of a row's length that move by `stride`. Collective."""
+        """Score rows, or windows of a row's length that move by `stride`. Collective."""
         config, ranks, start_ms = self.config, self.ranks, self.ranks.now_ms()
         length = config.train_seq_len
         stride = min(stride or length, length)
@@ -980,9 +981,9 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # A second graph, without gradients, costs short texts more; MPS: pytorch#195910.
+        # For a short text, a second graph, without gradients, would not pay.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        needs_grad = (has_graph and windows * stride < 2**20) or config.device == "mps"
+        needs_grad = has_graph and windows * stride < 2**20
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
@@ -1013,19 +1014,19 @@ def round_gptq(rows, scales, levels: int, inputs_gram):
 
 def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
-    Bits 0 means 8 as published, clipped at the 99.99984th percentile, with a least scale."""
-    is_matrix, levels = tensor.ndim == 2, 2 ** (bits - 1) - 1 if bits else 127
+    Bits 0 means 8 as published: clipped at percentile 99.99984, with scales from 1/127."""
+    is_matrix = tensor.ndim == 2
+    levels = 2 ** ((bits or 8) - 1) - 1
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
     if not bits:
         limits = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
         rows = rows.clamp(-limits, limits)
-        scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
+        scales = (limits.clamp_min(1) if is_matrix else limits.where(limits > 0, 127)) / 127
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
         scales = (limits / levels).clamp_min(1e-7).half()[:, None]
-    if inputs_gram is None:
-        rounded = (rows / scales).round().clamp(-levels, levels)
-    else:
+    rounded = (rows / scales).round().clamp(-levels, levels)
+    if inputs_gram is not None:
         rounded = round_gptq(rows, scales, levels, inputs_gram)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
@@ -1033,7 +1034,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # AdamW: below its scales
+    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1081,7 +1082,7 @@ def read_saved(path: str | Path) -> dict:
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
-        packed = Path(path).read_bytes()  # The limit below is for zip bombs.
+        packed = Path(path).read_bytes()  # The limit below stops zip bombs.
         source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
     with zipfile.ZipFile(source) as archive:
         require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
@@ -1100,7 +1101,7 @@ def load_weights(model, path: str | Path):
                 scale = state["scales"][name]
                 is_matrix = values.ndim == 2
                 wanted = model.get_parameter(name).shape
-                require((values.shape, scale.shape) == (wanted, wanted[:is_matrix]),
+                require((values.shape, scale.shape) == (wanted, wanted[:1] if is_matrix else ()),
                         f"{name} has another shape")
                 scale = scale[:, None] if is_matrix else scale  # of each row, or of all
                 state["passthrough"][name] = values.float() * scale
@@ -1130,8 +1131,8 @@ def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
     for layer in layers.values():
         layer.inputs_gram = 0.0  # `linear` adds to it.
-    with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(model.rotary.is_mps):
-        for inputs, targets in sum(steps, []):  # MPS needs gradients: see `score`.
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        for inputs, targets in sum(steps, []):
             model(inputs, targets)
     for name, layer in layers.items():
         if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
@@ -1162,7 +1163,7 @@ def find_checkpoint(config) -> dict:
     return {}
 
 def resume(trainer, loader, state: dict):
-    """Continue from a checkpoint. Raises ValueError if settings, text or tensors do not fit."""
+    """Continue from a checkpoint. Raises ValueError if it does not fit this run."""
     try:
         old, new = {**asdict(Config()), **state["config"]}, asdict(trainer.config)
         refused = [f"{n} was {old[f.name]!r} and is {new[f.name]!r}" for n, f in FIELDS.items()
@@ -1197,7 +1198,7 @@ def save_checkpoint(trainer, loader, log):
 class Clock:
     """Steps, training time in ms, and signals to stop; the ranks `synchronize` them."""
     def __init__(self, config, ranks):
-        self.ranks, self.iterations = ranks, config.iterations
+        self.ranks = ranks
         self.cap_ms = config.max_wallclock_seconds * 1000 or math.inf
         self.signal = 0  # the first that this process received
         self.stop_signal = 0  # received by any rank when they last synchronized
@@ -1205,7 +1206,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # young objects, off the clock: `signals_kept` stops gc
+        gc.collect(1)  # off the clock; `signals_kept` switches gc off
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1236,8 +1237,8 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 def warm_up(trainer, loader, log):
-    """Before step 0, make WARMUP_STEPS steps of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # base_lr, live weights (rate 0 keeps them), no moments
+    """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
+    before = trainer.state_dict()  # before there are moments; rate 0 keeps the weights
     steps = trainer.config.warmup_steps * (trainer.config.iterations > trainer.clock.step == 0)
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
@@ -1254,8 +1255,8 @@ def validate(trainer, validation, log):
         score = validation.score(trainer.model)
         log.event("val", "step:{step}/{iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f} "
                   "train_time:{train_time_ms:.0f}ms step_avg:{step_avg_ms:.2f}ms",
-                  step=clock.step, iterations=clock.iterations, train_time_ms=clock.time_ms,
-                  step_avg_ms=clock.time_ms / max(clock.step, 1), **score)
+                  step=clock.step, iterations=trainer.config.iterations, **score,
+                  train_time_ms=clock.time_ms, step_avg_ms=clock.time_ms / max(clock.step, 1))
 
 def log_step(trainer, loader, log, loss, norm, since: tuple):
     """Log the step just done; `since`: step and ms of the line before. Collective."""
@@ -1273,7 +1274,7 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, loader, validation, log):
-    """Write the floats, calibrate, validate, write and load the artifact. Raises OSError."""
+    """Write floats, calibrate, validate, write and load the artifact. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
     clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
@@ -1292,13 +1293,12 @@ def export(trainer, loader, validation, log):
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        cap = config.size_cap or math.inf
         for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
-            clipped = replace(config, export_clip=1.1**i * config.export_clip)
-            data, about = pack(state, clipped, calibration)
-            if len(data) + code_bytes <= cap:
+            clip = 1.1**i * config.export_clip
+            data, about = pack(state, replace(config, export_clip=clip), calibration)
+            if not config.size_cap or len(data) + code_bytes <= config.size_cap:
                 break
-            log.line(f"WARNING: above SIZE_CAP={cap} with EXPORT_CLIP={clipped.export_clip:g}")
+            log.line(f"WARNING: above SIZE_CAP={config.size_cap} with EXPORT_CLIP={clip:g}")
         write_whole(path, data)
         log.event("export", """Serialized model: {model_bytes} bytes
 Code size: {code_bytes} bytes
@@ -1330,20 +1330,20 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if
-    it has fewer rows): 1, 2, 4 and 8 ranks train alike. Raises ValueError."""
+    """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if it has
+    fewer rows), so that up to as many ranks train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
-    spans = 2 ** int(math.log2(min(8, max(1, tokens / length))))
+    spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
     require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
             f"(GRAD_ACCUM_STEPS * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
-    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token's vector
+    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # More peaks without a graph.
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # A graph peaks less.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
@@ -1358,8 +1358,8 @@ def resolve(config, ranks) -> Config:
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else other)
     if config.compile == "auto":
-        mode = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0"}.get(device, "0")
-        config = replace(config, compile=mode if config.iterations else "0")
+        modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
+        config = replace(config, compile=modes[device] if config.iterations else "0")
     config = plan_batch(config, ranks)
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
@@ -1410,13 +1410,13 @@ def compile_model(trainer, loader):
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
-        reason = str(error).partition("Output:")[2] or repr(error)  # a C++ compiler's
+        reason = str(error).partition("Output:")[2] or repr(error)  # of a C++ compiler
         raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
 def signals_kept(clock):
-    """Within, `clock` takes signals (not ones ignored, as by nohup); gc is off."""
+    """Within, `clock` takes signals that are not ignored (as under nohup), and gc is off."""
     stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
     gc.disable()  # It slows compiling, and other ranks wait for it.
@@ -1438,7 +1438,7 @@ def run(config, overrides: dict, source: str) -> int:
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # Paths may differ.
+                if name not in OF_RUN or not isinstance(f.default, str)]  # not paths
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
@@ -1456,9 +1456,9 @@ def run(config, overrides: dict, source: str) -> int:
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
     elif config.resume:
         log.line("RESUME=auto finds no checkpoint; starting at step 0")
-    for path in list_checkpoints(config) if ranks.rank == 0 and config.iterations else []:
-        if path.name > f"{config.run_id}_{clock.step:08d}.pt":
-            set_aside(path)  # else RESUME=auto would continue that earlier run
+    newest = f"{config.run_id}_{clock.step:08d}.pt"
+    if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
+        set_aside(*[path for path in list_checkpoints(config) if path.name > newest])
     del checkpoint  # It frees the mapped file (on a CPU, the moments stay in it).
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
@@ -1467,7 +1467,7 @@ def run(config, overrides: dict, source: str) -> int:
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
-            export(trainer, loader, validation, log)  # A signal now waits for its files.
+            export(trainer, loader, validation, log)  # Signals wait for its files.
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
@@ -1481,7 +1481,7 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly.
         settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
-        print(__doc__, re.sub(r"\n    \w+:", lambda name: name[0].upper(), settings))
+        print(__doc__, re.sub(r"\n    \w+:", lambda match: match[0].upper(), settings))
         return 0
     status = 1
     try:

@@ -132,7 +132,7 @@ FAULTS = {  # what becomes which lambda, where `plain` is what it was; what refu
     "a new number each step": ("Trainer.train_step", "its, x: setattr(its.model, 'n', its.clock.step) or plain(its, x)", "graphs"),
     "a history on the GPU": ("Trainer.train_step", "*args, held=[]: held.append(plain(*args)) or held[-1]", "steps keep tensors"),
     "Ranks.max on the CPU": ("Ranks.max", "_, *values: dist.all_reduce(torch.tensor(values))", HOST, *NCCL),
-    "a gather of gaps": (GATHER, "out, x, *options: plain(out, x.mT.contiguous().mT, *options)", "contiguous", *NCCL),
+    "a gather of gaps": (GATHER, "out, x, *rest, **named: plain(out, x.mT.contiguous().mT, *rest, **named)", "contiguous", *NCCL),
     "a sum of gaps": ("dist.all_reduce", "x, *args: plain(x.mT.contiguous().mT if x.ndim > 1 else x, *args)", "contiguous", *NCCL),
     "a broadcast of CPU tensors": ("dist.broadcast", "x, rank: plain(x.cpu(), rank)", HOST, *NCCL),
     "no device_id": ("dist.init_process_group", "*args, device_id, **options: plain(*args, **options)", "nccl for None", *NCCL),
