@@ -297,11 +297,12 @@ def test_no_run_is_trained_twice(tmp_path, monkeypatch):
     content = effects.read_run(tmp_path / "other.jsonl").content
     plan = {"config": {"INIT_FROM": "", "DATA_PATH": "data/sotu"}, "data_sha256": {"a.bin": "a"}}
     arm, starts = ablate.Arm("mine", tmp_path, {}, plan=plan, content=content), []
+    name = f"ablate_mine_{arm.tag()}_1"
 
     def start(command, lock, log):
         starts.append(command)
         time.sleep(0.5)
-        write_log(tmp_path, "ablate_mine_1", 1, 1.4)
+        write_log(tmp_path, name, 1, 1.4)
         return ""
 
     runners = [ablate.Runner(1, print) for _ in range(3)]
@@ -310,20 +311,53 @@ def test_no_run_is_trained_twice(tmp_path, monkeypatch):
     for future in [runner.pool.submit(runner.train, (arm, 1)) for runner in runners[:2]]:
         future.result()
     assert len(starts) == 1 and [len(runner.runs) for runner in runners] == [1, 1, 0] and not arm.verdict
-    (tmp_path / "ablate_mine_1.jsonl").unlink()
+    (tmp_path / f"{name}.jsonl").unlink()
     code, other = "import time; time.sleep(60)", ablate.Runner(1, print)
-    with (tmp_path / "ablate_mine_1" / "lock").open("w") as lock:
+    with (tmp_path / name / "lock").open("w") as lock:
         assert ablate.can_lock(lock)
         other.pool.submit(other.start, [sys.executable, "-c", code], lock, tmp_path)
         while not other.processes:
             time.sleep(0.01)
     waits = runners[2].pool.submit(runners[2].train, (arm, 1))
     time.sleep(0.5)
-    write_log(tmp_path, "ablate_mine_1", 1, 1.4)
+    write_log(tmp_path, name, 1, 1.4)
     assert not waits.done()
     other.stop()
     waits.result()
     assert len(starts) == 1 and len(runners[2].runs) == 1 and not arm.verdict
+
+
+def test_runs_of_other_content_have_other_names(tmp_path, monkeypatch):
+    """Two commands may call different settings "base"."""
+    monkeypatch.setattr(ablate, "LOGS", tmp_path)
+    names, runner = [], ablate.Runner(1, print)
+    monkeypatch.setattr(runner, "start", lambda command, lock, log: names.append(log.stem) or "stopped")
+    for width in (192, 192, 256):
+        runner.train((ablate.Arm("base", tmp_path, {}, content={"MODEL_DIM": width, "cpu": ""}), 1))
+    assert names[0] == names[1] != names[2] and names[2].startswith("ablate_base_")
+
+
+@pytest.mark.parametrize("seconds, gpu", [(0.0, ""), (60.0, ""), (60.0, "H100")])
+def test_runs_that_the_clock_ends_are_of_one_cpu(seconds, gpu, tmp_path, monkeypatch):
+    """Runs of one content on two CPUs, and one whose name has no digest, as older versions wrote it."""
+    changes = {"gpu": gpu, "MAX_WALLCLOCK_SECONDS": seconds, "INIT_FROM": ""}
+    write_log(tmp_path, "ablate_base_1", 1, 1.5, **changes)
+    runs, arms = [effects.read_run(tmp_path / "ablate_base_1.jsonl")], []
+    plan = {**effects.read_events(runs[0].log)[0], "reason": ""}
+    answer = subprocess.CompletedProcess([], 0, json.dumps(plan), "")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: answer)  # probe.py
+    for cpu in ("2 cores of A", "2 cores of B"):
+        monkeypatch.setattr(ablate, "hardware", lambda uses_gpus, cpu=cpu: cpu)
+        arms.append(ablate.Arm("base", REPOSITORY / "train_gpt.py", {}))
+        ablate.make_plans(arms[-1:], {})
+        name = f"ablate_base_{arms[-1].tag()}_1"
+        write_log(tmp_path, name, 1, 1.5, **changes)
+        runs.append(effects.read_run(tmp_path / f"{name}.jsonl"))
+        write_log(tmp_path, f"ablate_idea_0_{arms[-1].tag()}_1", 1, 1.4, MLP_SLOPE=0.5, **changes)
+    counts = seconds > 0 and not gpu
+    assert [[arm.has(run, 1) for run in runs] for arm in arms] == [[not counts, True, not counts], [not counts, not counts, True]]
+    assert (arms[0].tag() != arms[1].tag()) == counts
+    assert len(effects.compare_all(effects.read_runs(tmp_path))) == 1 + counts  # what `tried` lists
 
 
 FORWARD = "return self.loss(self.hidden(tokens), targets)"

@@ -18,9 +18,9 @@ others are compared with. All train with seed after seed, until each gets a verd
     failed     a run failed
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
-the same script (except comments), settings, data, seed, PyTorch and kind of machine are not
-repeated, so a command that was stopped can be given again. loop.py tries one idea after another and
-keeps what helps.
+the same script (except comments), settings, data, seed, PyTorch and GPU are not repeated, so a
+command that was stopped can be given again; with --seconds and no GPU, the CPU must be the same,
+too. loop.py tries one idea after another and keeps what helps.
 
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the
 command, 3 if a run failed (even if others are invalid), 130 if stopped.
@@ -42,12 +42,12 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 from common import (
-    ROOT, can_lock, count_cores, gpu_names, load_json, pairs_of, read_settings, require_packages,
-    table,
+    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, pairs_of, read_settings,
+    require_packages, table,
 )
 from effects import (
     ERROR, MOST_PAIRS, SAME, Effect, Run, compare_all, content_of, correct_for_selection,
@@ -86,6 +86,11 @@ class Arm:
         files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
         files += [] if digests and all(digests) else Path(config["DATA_PATH"]).glob("*.bin")
         return run.began > max((Path(file).stat().st_mtime for file in files), default=0)
+
+    def tag(self) -> str:
+        """Return digests for RUN_IDs: of the content and, if it counts, of the CPU's name."""
+        digest = sha256(repr(sorted(self.content.items())).encode()).hexdigest()[:6]
+        return f"{digest}_on_{self.content['cpu']}" if self.content["cpu"] else digest
 
     def add(self, runs: list[Run]) -> None:
         """Take the runs that are of this arm."""
@@ -159,6 +164,7 @@ def describe_end(status: int, errors: str) -> str:
 def make_plans(arms: list[Arm], environment: dict) -> None:
     """Ask each arm's script what it would train, and whether its model is valid. Raises ValueError
     for a setting that is wrong, and if the first arm cannot be used."""
+    cpu = sha256(hardware(uses_gpus=False).encode()).hexdigest()[:6]
     for arm in arms:
         words = [f"{name}={value}" for name, value in {"RUN_ID": arm.name, **arm.settings}.items()]
         probe = str(ROOT / "tools" / "probe.py")
@@ -172,7 +178,7 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
         arm.plan = json.loads(result.stdout.splitlines()[-1])
         if "error" in arm.plan:
             raise ValueError(f"{arm.name}: {arm.plan['error']}")
-        arm.content = content_of(arm.plan, arm.script.read_text(encoding="utf-8"))
+        arm.content = content_of(arm.plan, arm.script.read_text(encoding="utf-8"), cpu)
         if arm.plan["reason"]:
             arm.verdict, arm.reason = "invalid", arm.plan["reason"]
     if arms[0].verdict:
@@ -278,7 +284,7 @@ class Runner:
         another command trains it, or a run that such a command has left, wait for that one."""
         arm, seed = trial
         length = f"_{arm.settings['ITERATIONS']}" if "ITERATIONS" in arm.settings else ""
-        name = f"ablate_{arm.name}{length}_{seed}"
+        name = f"ablate_{arm.name}{length}_{arm.tag()}_{seed}"
         words = [f"{key}={value}" for key, value in arm.settings.items()]
         command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}",
                    f"OUT_DIR=logs/{name}"]

@@ -9,6 +9,7 @@ import ast
 import json
 import math
 import os
+import re
 import statistics
 from functools import cache
 from hashlib import sha256
@@ -21,7 +22,7 @@ from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 # Settings that do not change a result. The digests of the data stand for the paths.
 NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY",
                                           "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
-SAME = ("data", "torch", "machine", "ranks", "threads", "ITERATIONS",
+SAME = ("data", "torch", "machine", "cpu", "ranks", "threads", "ITERATIONS",
         "MAX_WALLCLOCK_SECONDS")  # in the runs of a pair
 ERROR = 0.05  # of each end of an interval, over all looks together
 BEST_LOOK = 10  # pairs, near which most of the error is spent
@@ -69,14 +70,15 @@ def digest_code(source: str) -> str:
     return sha256(ast.unparse(tree).encode()).hexdigest()[:12]
 
 
-def content_of(start: dict, source: str) -> dict:
-    """Return what makes a run's result, but its seed, from its "config" event and its script."""
+def content_of(start: dict, source: str, cpu: str) -> dict:
+    """Return what makes a run's result, but its seed, from its "config" event, script and CPU."""
     data = [start["data_sha256"], start["val_tokens"], start["val_bytes"]]
     digest = sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
     settings = {name: value for name, value in start["config"].items() if name not in NOT_CONTENT}
     is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"])
     return {"script": digest_code(source), "data": digest,
             "torch": start["torch"].partition("+")[0],
+            "cpu": cpu if is_timed and not start["gpu"] else "",  # a digest of its name
             "machine": start["gpu"] or f"CPU, {settings['DTYPE']}", "ranks": start["world_size"],
             "threads": start["threads"] if is_timed else "any", **settings}
 
@@ -91,7 +93,8 @@ def read_run(log: Path) -> Run | None:
             return None
         source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
         start, final, export = events[0], latest["final"], latest["export"]
-        content = content_of(start, source)
+        cpu = re.match(".*_on_([0-9a-f]{6})_", log.stem)  # by `Arm.tag`
+        content = content_of(start, source, cpu[1] if cpu else "")
         frozenset(content.items())  # whose values are numbers and text
         return Run(log, content, start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
                    final["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
