@@ -256,6 +256,14 @@ def test_runs_that_hang_or_are_killed_are_named(tmp_path):
     assert runner.start([sys.executable, "-c", code], sys.stderr, log) == "ended by SIGKILL"
 
 
+def test_a_run_on_a_machine_that_slept_has_not_hung(tmp_path, monkeypatch):
+    """The machine sleeps for an hour when the run has begun its log."""
+    runner, log, now = ablate.Runner(1, print, patience=0.4), tmp_path / "run.jsonl", time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * log.exists())
+    writes = f"import time\nfor _ in range(8): open({str(log)!r}, 'a').write('x'); time.sleep(0.1)"
+    assert runner.start([sys.executable, "-c", writes], sys.stderr, log) == ""
+
+
 @pytest.mark.parametrize("manifest, sha256, val_bytes, is_other", [
     (100, "b", 90, False), (101, "b", 100, True),  # another tokenizer's shards of this text; another text
     (None, "a", 90, False), (None, "b", 100, True), (None, None, 100, False), (None, None, 90, True)])

@@ -244,7 +244,8 @@ class Runner:
     def start(self, command: list[str], lock, log: Path) -> str:
         """Run a command, which holds the locked file, too; return its error, or ""."""
         inherited = [lock.fileno()] if os.name == "posix" else []
-        place, started = self.places.get(), time.time()
+        place, size, quiet_s = self.places.get(), 0, 0.0
+        look_s = min(5, self.patience or 1)  # 0 would not wait
         try:
             process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place},
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -254,11 +255,12 @@ class Runner:
                 process.terminate()
             while True:
                 try:
-                    _, errors = process.communicate(timeout=min(5, self.patience))
+                    _, errors = process.communicate(timeout=look_s)
                     return describe_end(process.returncode, errors)
                 except subprocess.TimeoutExpired:
-                    wrote = log.stat().st_mtime if log.exists() else 0
-                    if time.time() - max(started, wrote) > self.patience:
+                    before, size = size, log.stat().st_size if log.exists() else 0
+                    quiet_s = quiet_s + look_s if size == before else 0.0  # a clock counts sleep
+                    if quiet_s > self.patience:
                         process.kill()
                         process.communicate()
                         return (f"it hung: its log has not grown for {self.patience / 60:.3g} "
