@@ -462,6 +462,21 @@ def test_scores_are_checked_and_two_commands_share_their_runs(laboratory, monkey
     assert start("bytes script=bytes.py", "plain").wait(100) == 2
 
 
+def test_a_folder_that_cannot_be_written_is_no_verdict(tmp_path, monkeypatch, capsys):
+    """By its status, 1, a traceback would say "not better"."""
+    def make_plans(arms, environment):
+        for arm in arms:
+            arm.plan, arm.content = {"config": {"SEED": 1}}, {"cpu": ""}
+
+    monkeypatch.setattr(ablate, "make_plans", make_plans)
+    monkeypatch.setattr(ablate, "check_against", lambda first, arm: None)
+    monkeypatch.setattr(ablate, "LOGS", tmp_path / "logs")
+    (tmp_path / "logs").touch()
+    monkeypatch.chdir(tmp_path)  # main changes it
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "x", "y A=1", "--json", "--settings", "ITERATIONS=9"])
+    assert ablate.main() == 2 and "ablate.py: [Errno " in capsys.readouterr().err
+
+
 def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     data = make_shards(tmp_path)
     settings, base = [*tiny_arguments(data), "SEED=1"], tmp_path / "base.env"

@@ -22,8 +22,8 @@ the same script (except comments), settings, data, seed, PyTorch and GPU are not
 command that was stopped can be given again; with --seconds and no GPU, the CPU must be the same,
 too. loop.py tries one idea after another and keeps what helps.
 
-Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation or a mistake in the
-command, 3 if a run failed (even if others are invalid), 130 if stopped.
+Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation, a mistake in the
+command or a full disk, 3 if a run failed (even if others are invalid), 130 if stopped.
 """
 
 import argparse
@@ -563,22 +563,21 @@ def main() -> int:
     output = sys.stderr if options.json else sys.stdout
     runner = Runner(options.jobs, lambda text: print(text, file=output, flush=True),
                     60 * options.patience)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             arms = read_arms(options, Path(folder))
             os.chdir(ROOT)  # to which the paths in the settings are relative
             check_logs()
             make_plans(arms, runner.environment)
             for arm in arms[1:]:
                 check_against(arms[0], arm)
-        except (OSError, ValueError) as error:
-            print(f"ablate.py: {error}", file=sys.stderr)
-            return 2
-        runner.runs = read_runs(LOGS)
-        try:
+            runner.runs = read_runs(LOGS)
             train_until_clear(arms, runner, options)
-        finally:
-            runner.stop()
+    except (OSError, ValueError) as error:
+        print(f"ablate.py: {error}", file=sys.stderr)
+        return 2
+    finally:
+        runner.stop()
     report(arms[0], arms[1:], runner, options)
     verdicts = {arm.verdict for arm in arms[1:]}
     if "failed" in verdicts:
