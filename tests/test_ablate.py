@@ -14,6 +14,7 @@ from pathlib import Path
 import ablate
 import effects
 import numpy as np
+import probe
 import pytest
 import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
@@ -366,6 +367,18 @@ def test_runs_that_the_clock_ends_are_of_one_cpu(seconds, gpu, tmp_path, monkeyp
     assert [[arm.has(run, 1) for run in runs] for arm in arms] == [[not counts, True, not counts], [not counts, not counts, True]]
     assert (arms[0].tag() != arms[1].tag()) == counts
     assert len(effects.compare_all(effects.read_runs(tmp_path))) == 1 + counts  # what `tried` lists
+
+
+def test_a_run_whose_data_were_moved_is_scored_on_those_of_the_plan(tmp_path, monkeypatch):
+    write_log(tmp_path, "run", 1, 1.5, DATA_PATH="before")
+    run, texts = effects.read_run(tmp_path / "run.jsonl"), []
+    ablate.model_of(run).parent.mkdir()
+    ablate.model_of(run).touch()
+    monkeypatch.setattr(probe, "read_text", lambda config: config["DATA_PATH"])
+    monkeypatch.setattr(probe, "check_artifact", lambda script, artifact, config, text, bpb: (texts.append(text), ""))
+    arm = ablate.Arm("mine", tmp_path, {}, plan={"config": {"DATA_PATH": "now"}}, runs=[run])
+    ablate.check_scores(arm)
+    assert texts == ["now"] and arm.runs[0].checked == "" and not arm.verdict
 
 
 FORWARD = "return self.loss(self.hidden(tokens), targets)"

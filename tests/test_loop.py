@@ -1,5 +1,6 @@
 """The loop over ideas: its decisions on simulated streams, stops at any moment, and a whole loop."""
 
+import argparse
 import json
 import os
 import signal
@@ -195,6 +196,29 @@ def test_the_claim_has_its_own_half_of_the_text(tmp_path):
         assert np.array_equal(half, shard[:len(half)]) and len(half) > len(shard) - 32
     train = next((tmp_path / "loop" / "seen").glob("*_train_*.bin"))
     assert train.read_bytes() == next(data.glob("*_train_*.bin")).read_bytes()
+
+
+def test_a_loop_goes_on_in_a_project_that_was_renamed(tmp_path, monkeypatch):
+    def open_in(project):
+        monkeypatch.setattr(loops, "ROOT", project)
+        settings = ["ITERATIONS=9", "DATA_PATH=tiny"]
+        options = argparse.Namespace(folder=project / "ideas", base=None, seconds=0, diff=0.002, settings=settings)
+        return loops.open_loop(options, {})
+
+    monkeypatch.setattr(loops, "make_plans", lambda arms, environment: arms[0].plan.update(config=arms[0].settings))
+    monkeypatch.chdir(tmp_path)  # open_loop changes it
+    (tmp_path / "old" / "ideas").mkdir(parents=True)
+    (tmp_path / "old" / "train_gpt.py").touch()
+    for shard in make_shards(tmp_path / "old").iterdir():
+        os.utime(shard, (99, 99))
+    first = open_in(tmp_path / "old")
+    before = next((tmp_path / "old" / "ideas" / "loop" / "seen").glob("*_val_*.bin")).read_bytes()
+    loop = open_in((tmp_path / "old").rename(tmp_path / "new"))
+    seen = tmp_path / "new" / "ideas" / "loop" / "seen"
+    assert loop.state == {**first.state, "settings": {**first.state["settings"], "DATA_PATH": str(seen)}}
+    [half], trained = [*seen.glob("*_val_*.bin")], [*seen.glob("*_train_*.bin")]
+    assert half.read_bytes() == before and half.stat().st_mtime == 99  # so runs in logs/ are of this text
+    assert len(trained) == 2 and all(link.exists() for link in trained)
 
 
 # ---- A whole loop ----------------------------------------------------------------------

@@ -335,7 +335,7 @@ def check_scores(arm: Arm) -> None:
             continue
         config = read_events(run.log)[0]["config"]
         try:
-            text = read_text(config)
+            text = read_text(arm.plan["config"])  # The run's data may have been moved.
             _, reason = check_artifact(arm.script, model_of(run), config, text, run.bpb)
         except ValueError as error:  # perhaps for lack of memory: not for the log
             arm.verdict, arm.reason = "invalid", str(error)

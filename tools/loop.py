@@ -197,6 +197,7 @@ def divide_text(data: Path, folder: Path) -> None:
         header[2] = len(part)
         content = header.tobytes() + part.tobytes()
         (place / shards[0].name).write_bytes(content)
+        shutil.copystat(shards[-1], place / shards[0].name)  # Runs must be younger than it.
         if (data / "manifest.json").exists():
             manifest = load_json(data / "manifest.json")
             entry = {"file": shards[0].name, "sha256": sha256(content).hexdigest()}
@@ -336,16 +337,19 @@ def draw(loop: Loop) -> None:
 
 
 def open_loop(options, environment: dict) -> Loop:
-    """Return the loop of a folder, whose claim has half of the text. Raises ValueError."""
+    """Return the loop of a folder, whose claim has half of the text. The text is divided again if
+    the folder was moved: its links may lead nowhere. Raises ValueError."""
     settings = read_common(options)
     seed = int(settings.pop("SEED", 1337))
     os.chdir(ROOT)  # to which the paths in the settings are relative
     loop = Loop(options.folder, settings, seed, options.diff)
-    if not (loop.folder / "loop.json").exists():
+    seen = str(loop.folder / "loop" / "seen")
+    if loop.state["settings"].get("DATA_PATH") != seen:  # It is new, or was moved.
+        loop.state["settings"] = settings
         start = loop.arm_of([])
         make_plans([start], environment)
         divide_text(Path(start.plan["config"]["DATA_PATH"]), loop.folder / "loop")
-        loop.state["settings"] = {**settings, "DATA_PATH": str(loop.folder / "loop" / "seen")}
+        loop.state["settings"] = {**settings, "DATA_PATH": seen}
         loop.save()
     return loop
 
