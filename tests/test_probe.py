@@ -2,12 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import probe
 import pytest
 import torch
-from conftest import REPOSITORY, make_shards, run_here, tiny_arguments
+from conftest import REPOSITORY, make_shards, one_process, run_here, tiny_arguments
 
 SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
 MASK = "<= places_i[:, None]"
@@ -123,6 +124,15 @@ def test_long_rows_are_tried_at_drawn_positions_and_in_their_beginning(monkeypat
     assert found[2047] == [False] * 8  # the last place sees no later token of its row
     model.place = 1500
     assert not all(probe.find_fault(model, model, rows[:, :-1], rows[:, 1:], np.random.default_rng(seed)) for seed in range(8))
+
+
+def test_a_model_for_a_mac_is_tried_on_the_cpu(tmp_path, monkeypatch):
+    import train_gpt
+    resolve = train_gpt.resolve
+    monkeypatch.setattr(train_gpt, "start_ranks", lambda config: train_gpt.Ranks(0, 1, torch.device("mps")))
+    monkeypatch.setattr(train_gpt, "resolve", lambda config, ranks: replace(resolve(config, one_process()), device="mps"))
+    plan = probe.plan(train_gpt, tiny_arguments(make_shards(tmp_path)))
+    assert plan["reason"] == "" and plan["config"]["DEVICE"] == "mps"
 
 
 def test_text_and_bytes_are_the_trainers(tmp_path, monkeypatch):

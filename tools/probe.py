@@ -324,6 +324,8 @@ def plan(train_gpt, settings: list[str]) -> dict:
         config, _ = train_gpt.load_config(settings, dict(os.environ))
         ranks = train_gpt.start_ranks(config)
         config = train_gpt.resolve(config, ranks)
+        if ranks.device.type == "mps":  # It has no float64.
+            ranks = replace(ranks, device=torch.device("cpu"))
         validation = train_gpt.Validation(config, ranks)
         values = {name.upper(): value for name, value in asdict(config).items()}
         tokens, size = read_text(values, Path())
