@@ -3,7 +3,7 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
     torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, else in the environment, else in a file @FILE (see --help).
+Set NAME=value as an argument, else in the environment, else on a line of a file @FILE.
 The science comes first, from Config to train; the rest is machinery. In shapes of
 tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
 C head width. "As published" means: as in the script of the parameter-golf challenge.
@@ -48,13 +48,13 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not ours
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # look like ours
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old, no effect
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
-Positive, Share, Signed = (NewType(name, float) for name in ("Positive", "Share", "Signed"))
-LIMITS = {Positive: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Others: 0 or more.
+AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Others: 0 or more.
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,21 +63,21 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, set by NAME in capitals. Positive: from 1; Share: 0 to 1; Signed: any."""
-    # Model: its files store these settings.
+    """Settings, set by NAME in capitals. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
+    # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
-    train_seq_len: Positive = 4096  # tokens in a row, in training and validation
-    vocab_size: Positive = 1024  # tokens in the vocabulary
-    vocab_pad: Positive = 1  # round the rows of embedding and head up to a multiple of N
-    num_layers: Positive = 9  # blocks; the first half feeds skips to the second
-    model_dim: Positive = 512  # width of the residual stream
-    num_heads: Positive = 8  # query heads, which share MODEL_DIM
-    num_kv_heads: Positive = 4  # key/value heads; must divide NUM_HEADS
-    mlp_mult: Positive = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
+    train_seq_len: AtLeast1 = 4096  # tokens in a row, in training and validation
+    vocab_size: AtLeast1 = 1024  # tokens in the vocabulary
+    vocab_pad: AtLeast1 = 1  # round the rows of embedding and head up to a multiple of N
+    num_layers: AtLeast1 = 9  # blocks; the first half feeds skips to the second
+    model_dim: AtLeast1 = 512  # width of the residual stream
+    num_heads: AtLeast1 = 8  # query heads, which share MODEL_DIM
+    num_kv_heads: AtLeast1 = 4  # key/value heads; must divide NUM_HEADS
+    mlp_mult: AtLeast1 = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
     tie_embeddings: bool = True  # use one table for input and output
-    rope_base: Positive = 10000.0  # base of the rotary frequencies
-    logit_softcap: Positive = 30.0  # limit of the logits, by tanh; 1000 at most
+    rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
+    logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; 1000 at most
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
@@ -88,7 +88,7 @@ class Config:
     seed: int = 1337  # of the initial weights, LOADER=shuffled and DROPOUT
     loader: Literal["sequential", "shuffled"] = "sequential"  # order of the training text
     overfit: bool = False  # train on the first batch again and again
-    train_batch_tokens: Positive = 393216  # tokens in a step, over all ranks
+    train_batch_tokens: AtLeast1 = 393216  # tokens in a step, over all ranks
     qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
     init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # tensors named so are AdamW's; floats if small
+    control_tensor_name_patterns: str = CONTROL  # AdamW trains matches; small ones are kept exact
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
@@ -130,7 +130,7 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans that a rank reads in a step; 0: its share of 8
+    grad_accum_steps: int = 0  # spans (not micro-batches) of a rank; 0: its share of 8
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -143,7 +143,7 @@ class Config:
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # above N bytes with code, raise EXPORT_CLIP, or warn; 0: off
+    size_cap: int = 0  # over N bytes with code: raise EXPORT_CLIP if set, or warn; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -162,7 +162,7 @@ class Config:
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
 
-FIELDS = {f.name.upper(): f for f in fields(Config)}
+FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, training, run
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]
@@ -251,22 +251,22 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # F.pad takes the last first.
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
 
 def smear(x, share):
-    """x (B, T, D) plus a share (D,) of the token before (modded-nanogpt#130; 0 to -0.03 bpb)."""
+    """x (B, T, D) plus share (D,) of the token before (modded-nanogpt#130; 0 to 0.03 bpb less)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; 0 to -0.03 bpb beside SMEAR)."""
+    what followed an earlier token (modded-nanogpt#169; 0 to 0.03 bpb less with SMEAR)."""
     pairs = k.size(3) // 2
     num_kept = rope_dims // 2 or pairs // 2  # all pairs that rotate, or half of them
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < num_kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078; -0.008 bpb."""
+    """Take from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078; 0.008 bpb less."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
@@ -335,16 +335,16 @@ class Block(nn.Module):
         return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
 
 class LaneBlock(Block):
-    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; -0.0035 bpb)."""
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; 0.0035 bpb less)."""
     def __init__(self, config):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, by its name
+        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's: CONTROL has resid_mix.
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, x stays.
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, only for attention.
         attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
         fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
@@ -368,16 +368,16 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # This order fixes the weights.
-        self.first_lane = config.num_layers - config.lanes
-        kinds = [Block] * self.first_lane + [LaneBlock] * config.lanes
+        self.tok_emb = nn.Embedding(rows, width)  # Another order draws other weights.
+        self.first_lane_block = config.num_layers - config.lanes
+        kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
         self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
         self.half = config.num_layers // 2
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A graph fixes numbers.
+        rate = torch.zeros(()) if config.dropout else None  # A graph would fix a number.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -395,7 +395,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for AdamW and decay
+                self.tok_emb.bfloat16()  # as published; too coarse for ADAM_LR and decay
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -408,7 +408,7 @@ class GPT(nn.Module):
         x = x0.clone()  # If x were x0 itself, block 0 would need a graph of its own.
         lane, skips = None, []
         for i, block in enumerate(self.blocks):
-            if i == self.first_lane:
+            if i == self.first_lane_block:
                 lane = x.clone()
             if i >= self.half and skips:  # An odd last block gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
@@ -418,7 +418,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # The lane has all blocks' outputs, as x has.
+        return x if lane is None else lane  # Like x, the lane has all blocks' outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -451,8 +451,8 @@ def orthogonalize(updates, steps: int, compute=torch.bfloat16):
     return x.mT if is_tall else x
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum. Matrices of a shape form a bank; the first has its
-    state. The ranks of a machine share the work; every machine does all of it."""
+    """Orthogonalized Nesterov momentum. Matrices of one shape form a bank, with one momentum.
+    The ranks of a machine share the work; every machine does all of it."""
     def __init__(self, groups: list[dict], config, ranks):
         super().__init__(groups, {})
         self.config, self.ranks = config, ranks
@@ -472,10 +472,10 @@ class Muon(torch.optim.Optimizer):
             state = self.state[params[0]]
             momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
             state["momentum_buffer"] = momentum
-            share = math.ceil(len(params) / node_size)  # the matrices of a rank
+            share = math.ceil(len(params) / node_size)  # matrices per rank
             mine = slice(share * node_rank, share * (node_rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # equal parts
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
@@ -523,7 +523,7 @@ def epoch_order(seed: int, epoch: int, rows: int):
     return np.random.default_rng([seed, epoch]).permutation(np.arange(rows, dtype=np.uint32))
 
 class TokenLoader:
-    """The shards' endless text. A step reads pieces: rows if shuffled, else spans."""
+    """The shards' endless text. A step reads `pieces`: rows if shuffled, else spans."""
     def __init__(self, config, ranks):
         self.config, self.ranks = config, ranks
         self.shards = list(open_split(config, "train").items())
@@ -559,9 +559,9 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # The last of several epochs is whole, with number 10^6; the one before is cut.
+        # If two epochs fit, the last epoch_steps steps read a whole one, number 10^6.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
-            first = 10**6 * self.rows + step % epoch_steps * self.pieces
+            first = 10**6 * self.rows + step % epoch_steps * self.pieces  # in a cycle
         first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
@@ -663,7 +663,7 @@ class Trainer:
 def train(trainer, loader, validation, log):
     """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
     A turn does what is due, then makes a step; a GPU computes it while the next batch is
-    read. The time is estimated; at some steps, all wait and the ranks agree on it."""
+    read. The time is estimated except at steps where the ranks wait and agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     saved_step = clock.step
     last_logged = (clock.step, clock.time_ms)
@@ -689,7 +689,7 @@ def train(trainer, loader, validation, log):
         waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
-            # In float16, an overflow skips a step and halves the scale, which begins at 2**16.
+            # In float16, gradients may overflow while the scale falls from 2**16 to 2**-20.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             is_bad = not (loss if can_overflow else loss + norm).isfinite()
             if clock.synchronize(is_bad):
@@ -798,7 +798,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """The model's settings in a file, or {}; of an artifact, also unknown ones that are on."""
+    """The model's settings in a file, or {}; an artifact's unknown ones too, unless 0 or empty."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -867,7 +867,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl, NaN as null; by the format `text`, to console and .txt."""
+        """Write values to the .jsonl, NaN as null, and formatted by `text` to console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -909,7 +909,7 @@ def open_split(config, split: str) -> dict[Path, int]:
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     """The tokenizer's kind; bytes of its tokens (V, 2); which are control tokens (V,).
-    Column 1: after such a one, without a space that the tokenizer adds. Or ValueError."""
+    Column 1: after a control token, so without the added space. Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -921,7 +921,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
-                # caseops tokenizers mark the next letters' case by these, of score 0.
+                # caseops tokenizers mark letters' case by these tokens of score 0.
                 is_mark = model.get_score(i) == 0 and piece in {"\ue001", "\ue002", "\ue003"}
                 if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
@@ -955,7 +955,7 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        needs_all = config.iterations or config.gptq_batches  # else it only scores
+        needs_all = config.iterations or config.gptq_batches  # to score, val is enough
         odd = sorted(there ^ listed if needs_all else there - listed)
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
@@ -983,7 +983,7 @@ class Validation:
         starts = np.concatenate(([0], stops[:-1]))
         # For a short text, a second graph, without gradients, would not pay.
         has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        needs_grad = has_graph and windows * stride < 2**20
+        reuses_graph = has_graph and windows * stride < 2**20
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
@@ -992,7 +992,7 @@ class Validation:
             is_scored = places >= starts[rows, None]
             targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
             pair = np.stack((self.tokens[places], targets))  # int64
-            with torch.set_grad_enabled(needs_grad):
+            with torch.set_grad_enabled(reuses_graph):
                 loss = model(*ranks.to_device(pair)).detach()
             nats += loss.to(device).double() * int(is_scored.sum())
         total = ranks.sum(nats).item()
@@ -1014,7 +1014,7 @@ def round_gptq(rows, scales, levels: int, inputs_gram):
 
 def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
-    Bits 0 means 8 as published: clipped at percentile 99.99984, with scales from 1/127."""
+    Bits 0 means 8 as published: clipped at percentile 99.99984, matrices' scales >= 1/127."""
     is_matrix = tensor.ndim == 2
     levels = 2 ** ((bits or 8) - 1) - 1
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
@@ -1034,7 +1034,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW
+    published &= config.optimizer == "muon" and not calibration  # else it is too coarse
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1106,12 +1106,12 @@ def load_weights(model, path: str | Path):
                 scale = scale[:, None] if is_matrix else scale  # of each row, or of all
                 state["passthrough"][name] = values.float() * scale
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # dict() drops _metadata: it could replace parameters.
+        model.load_state_dict(dict(state))  # without _metadata, which could replace parameters
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
 def write_whole(path, data: bytes):
-    """Write, set aside what was there, rename: `path` is never half. Raises OSError."""
+    """Write a file whole or not at all; set aside what was there. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # Somebody may have tidied up.
@@ -1211,7 +1211,7 @@ class Clock:
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
     def synchronize(self, is_bad=False) -> bool:
-        """Take the largest time and any signal; whether any rank `is_bad`. Collective."""
+        """Agree on time and signals; return whether any rank `is_bad`. Collective."""
         elapsed_ms = self.ranks.now_ms() - self.zero_ms
         self.stop_signal, self.time_ms, is_bad = self.ranks.max(self.signal, elapsed_ms, is_bad)
         return bool(is_bad)
@@ -1331,7 +1331,7 @@ def log_final_scores(trainer, validation, log):
 
 def plan_batch(config, ranks) -> Config:
     """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if it has
-    fewer rows), so that up to as many ranks train alike. Raises ValueError."""
+    fewer rows), so that 1, 2, 4 or 8 ranks train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1343,7 +1343,7 @@ def plan_batch(config, ranks) -> Config:
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # A graph peaks less.
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # fused: a lower peak
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
@@ -1416,7 +1416,7 @@ def compile_model(trainer, loader):
 
 @contextmanager
 def signals_kept(clock):
-    """Within, `clock` takes signals that are not ignored (as under nohup), and gc is off."""
+    """Within, `clock` takes signals, except ignored ones (as under nohup); gc is off."""
     stops = [n for n in signal.Signals if n.name in STOPS and signal.getsignal(n) != signal.SIG_IGN]
     handlers = {number: signal.signal(number, clock.on_signal) for number in stops}
     gc.disable()  # It slows compiling, and other ranks wait for it.
@@ -1438,9 +1438,9 @@ def run(config, overrides: dict, source: str) -> int:
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # not paths
+                if name not in OF_RUN or not isinstance(f.default, str)]  # no strings
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
-    code = zlib.crc32(facts.encode())
+    code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
@@ -1459,7 +1459,7 @@ def run(config, overrides: dict, source: str) -> int:
     newest = f"{config.run_id}_{clock.step:08d}.pt"
     if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
         set_aside(*[path for path in list_checkpoints(config) if path.name > newest])
-    del checkpoint  # It frees the mapped file (on a CPU, the moments stay in it).
+    del checkpoint  # Frees the mapped file; on a CPU, the moments keep it.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
