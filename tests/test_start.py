@@ -344,6 +344,20 @@ def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_
     assert "something is wrong\n" in capfd.readouterr().err
 
 
+def test_the_trainer_outlives_the_reader_of_its_output(tmp_path):
+    """As `| head` ends: signals still reach the trainer, and its status is returned."""
+    talking = STAND_IN.replace("    time.sleep(0.01)\n", "    time.sleep(0.01)\n    print('warning: still here', flush=True)\n")
+    (tmp_path / "stand_in.py").write_text(talking)
+    process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert any("still here" in line for line in iter(process.stdout.readline, ""))
+    process.stdout.close()
+    time.sleep(0.5)  # in which it writes again
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert process.stderr.read() == "something is wrong\n"
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")
 def test_busy_cores_are_said(monkeypatch, capsys):
     times = {}

@@ -401,7 +401,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    prepare_output()
+    prepare_output(ends_with_reader=False)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

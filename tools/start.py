@@ -324,8 +324,11 @@ class View:
 
     def keep(self, line: str, file=None) -> None:
         """Write a line that stays, at once."""
-        with self.bar.external_write_mode(file):
-            print(line, file=file, flush=True)
+        try:
+            with self.bar.external_write_mode(file):
+                print(line, file=file, flush=True)
+        except OSError:  # Its reader has ended, as `| head` does. The trainer goes on.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
 
     def show(self, done: float, text: str) -> None:
         """Show how much is done, from 0 to 1."""
@@ -334,7 +337,7 @@ class View:
             self.bar.set_description_str(text)
         elif int(10 * done) > self.tenths:
             self.tenths = int(10 * done)
-            print(text, flush=True)
+            self.keep(text)
 
 
 def read_core_times(pid: int, times: dict[str, tuple[int, int]]) -> None:
