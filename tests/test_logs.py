@@ -295,6 +295,18 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
     assert next(parts, None) is None
 
 
+def test_a_tracker_that_fails_or_is_stopped_leaves_no_traceback(tmp_path, monkeypatch):
+    client, log = Mock(), write_log(tmp_path / "run.jsonl")
+    client.init.side_effect = RuntimeError("api_key not configured")
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    with pytest.raises(SystemExit, match="^track.py: api_key not configured$"):
+        run_script(monkeypatch, track, "wandb", log)
+    (tmp_path / "wandb.py").write_text("raise KeyboardInterrupt")  # Ctrl-C while it is loaded
+    result = subprocess.run([sys.executable, REPOSITORY / "tools" / "track.py", "wandb", log], capture_output=True, text=True,
+                            check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1 and result.stderr == "track.py: stopped\n"
+
+
 def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
     make_shards(tmp_path)
     shutil.copy(REPOSITORY / "train_gpt.py", tmp_path)

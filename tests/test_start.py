@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import common
 import pytest
@@ -356,6 +357,20 @@ def test_the_trainer_outlives_the_reader_of_its_output(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     assert process.stderr.read() == "something is wrong\n"
+
+
+def test_ctrl_c_after_the_training_reaches_the_tracker(tmp_path, monkeypatch):
+    """Which would wait for ever for a server, or for an event that a full disk has lost."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN.replace("while not signals", "while False").replace("sys.exit(130)", ""))
+    monkeypatch.chdir(tmp_path)
+    child = subprocess.Popen([sys.executable, "stand_in.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    tracking = Mock()
+    tracking.wait = lambda: signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(start.subprocess, "Popen", lambda *words, **more: tracking)
+    with start.signals_forwarded(child):
+        outcome = start.follow(child, "wandb")
+    assert outcome.status == 0
+    tracking.send_signal.assert_called_once_with(signal.SIGINT)
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")

@@ -350,7 +350,7 @@ def read_core_times(pid: int, times: dict[str, tuple[int, int]]) -> None:
 
 @contextmanager
 def signals_forwarded(child: subprocess.Popen):
-    """Hand signals on to the trainer, which has its own process group: Ctrl-C reaches it once."""
+    """Hand signals on to a child, which has its own process group: Ctrl-C reaches it once."""
     def suspend(*_):  # Ctrl-Z
         child.send_signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -415,7 +415,8 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
     if tracking:
         if child.returncode:
             tracking.send_signal(signal.SIGINT)
-        tracking.wait()
+        with signals_forwarded(tracking):  # The trainer has ended.
+            tracking.wait()
     used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
     is_short = used + waited < 20e9

@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(f"track.py: {error}; run: {interpreter()} -m pip install {options.tracker}")
     except LookupError as error:
         sys.exit(f"track.py: {path} is damaged, or of another program: an event lacks {error}")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # also a tracker's own, as without a login
         sys.exit(f"track.py: {error}")
     with suppress(KeyboardInterrupt):
         while True:
@@ -67,4 +67,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     prepare_output(ends_with_reader=False)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # while a tracker is opened or closed
+        sys.exit("track.py: stopped")
