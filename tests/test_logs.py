@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from hashlib import sha256
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -214,6 +215,24 @@ def test_a_summary_names_the_best_validation_and_the_next_steps(tmp_path, monkey
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)
         assert wanted in summary()
+
+
+def test_a_run_that_was_stopped_after_its_export_has_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("logs", "out/checkpoints"):
+        Path(folder).mkdir(parents=True)
+    log, model, checkpoint = Path("logs", "a.jsonl"), Path("out", events.MODEL_FILE), Path("out", "checkpoints", "a_00000004.pt")
+    model.write_bytes(b"model")
+    export = {"event": "export", "step": 4, "artifact_sha256": sha256(b"model").hexdigest()}
+    write_lines(write_log(log, final=False), export, append=True)
+    summary = events.summarize(log)
+    assert f"checkpoint   there is none, but the model is saved: {model}\n" in summary and "# again" not in summary
+    assert f" ITERATIONS=0 INIT_FROM={model}    # score its model\n" in summary and "sample.py a --interactive\n" in summary
+    model.write_bytes(b"another run's")
+    assert "# again" in events.summarize(log) and "sample.py" not in events.summarize(log)
+    checkpoint.touch()
+    write_lines(log, {"event": "checkpoint", "step": 4, "file": checkpoint.name}, append=True)
+    assert "RESUME=auto    # continue" in events.summarize(log) and f"sample.py {checkpoint} " in events.summarize(log)
 
 
 START = '{"event": "config", "config": {"SEED": 1, "TRAIN_BATCH_TOKENS": 2}}\n'

@@ -304,16 +304,20 @@ def find_artifact(log: Path, start: dict, export: dict) -> Path | None:
     return next((path for path in there if wanted in (None, sha256(path.read_bytes()).hexdigest())), None)
 
 
-def describe_unfinished(log: Path, events: list[dict]) -> str:
-    """Return where a run without a final score is, and commands that continue it or begin it again."""
+def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> str:
+    """Return where a run without a final score is, and commands that continue it, score its model or begin it again."""
     start, checkpoint = events[0], find_checkpoint(events)
+    model = checkpoint or (export and find_artifact(log, start, export))
     step = max(event.get("step", 0) for event in events)
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
+    elif model:
+        first = f"{repeated(start, {'ITERATIONS': '0', 'INIT_FROM': str(model)}, set())}    # score its model"
+        there_is = f"there is none, but the model is saved: {model}"
     else:
         first = f"{repeated(start, {}, set())}    # again"
         there_is = "there is none"
-    commands = "\n             ".join([first, *next_steps(log, checkpoint, events, 0)])
+    commands = "\n             ".join([first, *next_steps(log, model, events, 0)])
     return f"""{log}: the run has not ended; its last event is of step {step:,}
 checkpoint   {there_is}
 next         {commands}"""
@@ -325,7 +329,7 @@ def summarize(log: Path) -> str:
     latest = {event["event"]: event for event in history}
     start = latest["config"]
     if "final" not in latest:
-        return describe_unfinished(log, history)
+        return describe_unfinished(log, history, latest.get("export"))
     final, export = latest["final"], latest.get("export")
     if final["val_bpb"] is None:
         return f"{log}: the final score is not finite"
