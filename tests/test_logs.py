@@ -210,11 +210,39 @@ def test_a_summary_names_the_best_validation_and_the_next_steps(tmp_path, monkey
     own = {"DATA_PATH": ["my texts", "argument"], "INIT_FROM": ["mine", "environment"], "ITERATIONS": ["4", "argument"],
            "RUN_ID": ["a", "argument"]}
     shorter = summary(overrides=quick["overrides"] | own, epoch=9, scores={0: 9, 2: 1, 4: 3})
-    assert "./run.sh 'DATA_PATH=my texts' INIT_FROM=mine ITERATIONS=2 " in shorter
+    assert "./run.sh --preset quick 'DATA_PATH=my texts' INIT_FROM=mine ITERATIONS=2 " in shorter
     for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)
         assert wanted in summary()
+
+
+def test_a_run_is_repeated_or_continued_with_its_files_and_in_its_folder(tmp_path, monkeypatch):
+    """run.sh takes one preset of the repository, and works in the repository's folder."""
+    monkeypatch.setattr(events, "ROOT", tmp_path)
+    preset, more, own, elsewhere = "@records/presets/cpu_1mb.env", "@records/presets/rehearsal.env", "@ideas/quick.env", tmp_path / "exp"
+    saved = {"event": "checkpoint", "step": 4, "file": "a_00000004.pt"}
+    for folder in (tmp_path, elsewhere):
+        for name in ("logs", "out/checkpoints"):
+            (folder / name).mkdir(parents=True)
+        (folder / "out" / "checkpoints" / saved["file"]).touch()
+
+    def first_command(folder, *files, log=Path("logs", "a.jsonl"), then=()):
+        monkeypatch.chdir(folder)
+        overrides = dict(zip(("MLP_MULT", "MODEL_DIM"), (["8", file] for file in files)))
+        overrides |= {"SEED": ["7", "argument"], "DATA_PATH": ["my texts", "environment"]}
+        write_lines(write_log(log, final=False, overrides=overrides), *then, append=True)
+        return events.summarize(log).partition("\nnext         ")[2].partition("    #")[0]
+
+    assert first_command(tmp_path, preset) == "./run.sh --preset cpu_1mb 'DATA_PATH=my texts'"
+    for files, words in (((), ""), ((own,), f"{own} "), ((more,), f"{more} "), ((preset, more), "MLP_MULT=8 MODEL_DIM=8 ")):
+        assert first_command(tmp_path, *files).endswith(f" --nproc_per_node=2 train_gpt.py {words}'DATA_PATH=my texts'")
+    assert first_command(tmp_path, own, then=[saved]) == "./run.sh 'DATA_PATH=my texts' RUN_ID=a RESUME=auto"
+    there = f" {tmp_path}/train_gpt.py {preset} 'DATA_PATH=my texts'"
+    assert first_command(elsewhere, preset).endswith(there)
+    assert first_command(elsewhere, preset, then=[saved]).endswith(f"{there} SEED=7 RUN_ID=a RESUME=auto")
+    in_root = first_command(elsewhere, preset, log=tmp_path / "logs" / "a.jsonl")
+    assert in_root == f"{tmp_path}/run.sh --preset cpu_1mb 'DATA_PATH=my texts'"
 
 
 def test_a_run_that_was_stopped_after_its_export_has_a_model(tmp_path, monkeypatch):

@@ -329,7 +329,7 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_reaches_the_trainer_once(tmp_path
     assert re.search(MOVING, shown) and "seed:1" not in shown
     assert "warning: signals: 1\r\n" in shown
     assert "Stopped by SIGINT after 26 steps and 9 s." in shown
-    assert "run.sh 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
+    assert "train_gpt.py 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
 
 
 def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_lines_are_plain(tmp_path, monkeypatch, capfd):

@@ -235,18 +235,26 @@ def runner() -> str:
     return path if "/" in path else f"./{path}"
 
 
-def repeated(start: dict, changes: dict[str, str], left_out: set[str]) -> str:
-    """Return the command that trains like the run of a "config" event, with changes and without some settings."""
+def repeated(log: Path, start: dict, changes: dict[str, str], left_out: set[str]) -> str:
+    """Return the command that trains like the run of a log, with changes and without some settings."""
+    from common import launcher, presets  # It imports this file.
     given = {name: text for name, text in given_settings(start).items() if name not in MAY_DIFFER_BETWEEN_SEEDS | left_out}
-    words = [f"{name}={text}" for name, text in {**given, **changes}.items()]
-    presets = [Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")]
-    preset = f"--preset {presets[-1]} " if presets and presets[-1] != "quick" else ""
-    return f"{runner()} {preset}{shlex.join(words)}"
+    origins = {origin for _, origin in start["overrides"].values() if origin.startswith("@")}
+    files = list(origins) if len(origins) == 1 else []  # A log does not tell the order of several.
+    of_files = {name: text for name, (text, origin) in start["overrides"].items() if origin in origins and not files}
+    words = [f"{name}={text}" for name, text in {**of_files, **given, **changes}.items()]
+    preset = next((name for name in presets() if files == [f"@records/presets/{name}.env"]), "")
+    if preset and (Path.cwd() == ROOT or log.absolute().parent != Path("logs").absolute()):  # run.sh works in ROOT.
+        return f"{runner()} {shlex.join(['--preset', preset, *words])}"
+    python = " ".join([interpreter(), *launcher(start.get("world_size", 1))[1:], typed(ROOT / "train_gpt.py")])
+    return f"{python} {shlex.join([*files, *words])}"
 
 
 def resumption(log: Path, start: dict) -> str:
-    """Return the command that continues a run from its checkpoint: run.sh finds most settings in the log."""
+    """Return the command that continues a run from its checkpoint: run.sh finds most settings in the logs of its own folder."""
     given = given_settings(start)
+    if Path.cwd() != ROOT:
+        return repeated(log, start, {**given, "RUN_ID": log.stem, "RESUME": "auto"}, set())
     words = [f"{name}={given[name]}" for name in ("DATA_PATH", "OUT_DIR") if name in given]
     return f"{runner()} {shlex.join([*words, f'RUN_ID={log.stem}', 'RESUME=auto'])}"
 
@@ -267,7 +275,7 @@ def next_steps(log: Path, model: Path | None, events: list[dict], steps: int) ->
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     is_own_text = not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb"))
     if steps and "quick" in presets:
-        shorter = repeated(start, {"ITERATIONS": str(steps)}, {"VAL_LOSS_EVERY", "ITERATIONS"})
+        shorter = repeated(log, start, {"ITERATIONS": str(steps)}, {"VAL_LOSS_EVERY", "ITERATIONS"})
         commands.append(f"{shorter}    # only as long as it improved")
     elif is_own_text:
         commands.append(f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting")
@@ -312,10 +320,10 @@ def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> s
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
     elif model:
-        first = f"{repeated(start, {'ITERATIONS': '0', 'INIT_FROM': str(model)}, set())}    # score its model"
+        first = f"{repeated(log, start, {'ITERATIONS': '0', 'INIT_FROM': str(model)}, set())}    # score its model"
         there_is = f"there is none, but the model is saved: {model}"
     else:
-        first = f"{repeated(start, {}, set())}    # again"
+        first = f"{repeated(log, start, {}, set())}    # again"
         there_is = "there is none"
     commands = "\n             ".join([first, *next_steps(log, model, events, 0)])
     return f"""{log}: the run has not ended; its last event is of step {step:,}
