@@ -216,6 +216,34 @@ def test_a_run_is_resumed_with_the_settings_that_it_began_with(place, monkeypatc
     assert "MODEL_DIM=64" not in start.plan([f"RESUME={checkpoint}", f"DATA_PATH={data}"], "").arguments
 
 
+def test_checkpoints_are_found_where_the_log_of_their_run_says(place):
+    """Unless that log is damaged, or of an older version, or they are gone: then in logs/, as without RUN_ID."""
+    def begin(log: str, step: int, **settings):
+        overrides = {name: [text, "argument"] for name, text in settings.items()}
+        events = [{"event": "config", "config": settings, "overrides": overrides, "world_size": 1},
+                  {"event": "checkpoint", "step": step, "file": f"mine_{step:08d}.pt"}]
+        Path("logs", log).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    def settings_found(*words):
+        return " ".join(word for word in start.plan([*words, "RESUME=auto"], "").arguments if word[:4] in ("SEED", "OUT_"))
+
+    for folder in ("far", "logs/mine"):
+        Path(folder, "checkpoints").mkdir(parents=True)
+    older, far = Path("logs/mine.1767225600000000000.jsonl"), Path("far/checkpoints/mine_00000004.pt")
+    far.touch()
+    Path("logs/mine/checkpoints/mine_00000008.pt").touch()
+    begin(older.name, 8, SEED="1")
+    begin("mine.jsonl", 4, SEED="2", OUT_DIR="far")
+    assert settings_found("RUN_ID=mine") == "SEED=2 OUT_DIR=far" and settings_found() == "SEED=1"
+    far.unlink()
+    assert settings_found("RUN_ID=mine") == "SEED=1"
+    Path("logs/mine.jsonl").write_text("damaged")
+    assert settings_found("RUN_ID=mine") == "SEED=1"
+    older.unlink()
+    begin("mine.jsonl", 8, SEED="3")
+    assert settings_found("RUN_ID=mine") == "SEED=3"
+
+
 # ---- The view ----------------------------------------------------------------------------------
 
 

@@ -24,13 +24,14 @@ import sysconfig
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from common import ROOT, gpu_names, launcher, load_json, presets, read_settings
 from events import (
-    given_settings, interpreter, newest_first, parse_event, prepare_output, read_outline, summarize,
+    find_run, given_settings, interpreter, iterate_events, newest_first, parse_event,
+    prepare_output, read_outline, summarize,
 )
 
 MANY_TOKENS = 2_000_000  # On such a text, two minutes of the preset quick do not overfit.
@@ -203,8 +204,13 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
     """Return how to continue from the checkpoint RESUME with the settings of its run, unless the
     user gives others; None without a checkpoint, or a log that has them. Raises ValueError."""
     from train_gpt import Config, list_checkpoints
-    named = Config(run_id=given.get("RUN_ID", ""), out_dir=given.get("OUT_DIR", ""))
-    paths = list_checkpoints(named) if given["RESUME"] == "auto" else [Path(given["RESUME"])]
+    named = of_log = Config(run_id=given.get("RUN_ID", ""), out_dir=given.get("OUT_DIR", ""))
+    if not named.out_dir and (newest := find_run(named.run_id)):
+        with suppress(ValueError):  # a damaged log
+            settings = next(iterate_events(newest))["config"]
+            of_log = replace(named, out_dir=settings.get("OUT_DIR", ""))
+    checkpoints = list_checkpoints(of_log) or list_checkpoints(named)
+    paths = checkpoints if given["RESUME"] == "auto" else [Path(given["RESUME"])]
     if not paths:
         return None
     run_id = paths[0].stem.rpartition("_")[0]
