@@ -306,7 +306,7 @@ def draw(runs: dict[str, list[list[dict]]], path: Path):
     axes.set_xlabel("minutes of training, without compiling")
     axes.set_ylabel("bits per byte of the validation text")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper center")
     picture.savefig(path)
 
 
