@@ -32,8 +32,9 @@ import common  # first: it finds train_gpt  # noqa: E402
 import train_gpt  # noqa: E402
 import verify  # noqa: E402
 from common import ROOT, load_json, table  # noqa: E402
-from events import RULE, prepare_output, read_events  # noqa: E402
+from events import RULE, launcher, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
+from settings import pairs_of, read_settings  # noqa: E402
 
 # Settings of older records that the trainer does not have now.
 GONE = {"EMBED_FLOAT32", "EMA_DECAY", "MUON_SLOW_AT"}
@@ -53,7 +54,7 @@ def plan_settings(options, track: dict) -> dict[str, str]:
         settings = {name: str(value) for name, value in of_base.items() if name not in GONE}
     for word in sorted(options.settings, key=lambda word: word[:1] != "@"):
         is_file = word.startswith("@")
-        given |= common.read_settings(word[1:])[0] if is_file else common.pairs_of([word])
+        given |= read_settings(word[1:])[0] if is_file else pairs_of([word])
     if "DATA_PATH" in given:  # The manifest of the other data has these.
         for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"):
             settings.pop(name, None)
@@ -92,7 +93,7 @@ def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
                 print(f"{run_id} has already finished", flush=True)
                 continue
             words = [f"{name}={text}" for name, text in own.items()]
-            command = [*common.launcher(options.ranks), "train_gpt.py", *words]
+            command = [*launcher(options.ranks), "train_gpt.py", *words]
             # A trainer that outlives this command holds its lock.
             with subprocess.Popen(command, cwd=ROOT, env=environment,
                                   pass_fds=[lock.fileno()]) as trainer:

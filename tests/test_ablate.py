@@ -389,7 +389,7 @@ def laboratory(tmp_path):
     """A checkout with tiny settings and data: a function that starts ablate.py, and the data's folder."""
     root = tmp_path / "root"
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(root)], check=True)
-    for name in ("train_gpt.py", *(f"tools/{script}.py" for script in ("ablate", "common", "effects", "events", "probe"))):  # as they are here
+    for name in ("train_gpt.py", *(f"tools/{script}.py" for script in ("ablate", "common", "effects", "events", "probe", "settings"))):  # as they are here
         (root / name).write_text((REPOSITORY / name).read_text(encoding="utf-8"), encoding="utf-8")
     data = make_shards(tmp_path)
     (tmp_path / "base.env").write_text("# a comment\n" + "\n".join(tiny_arguments(data, ITERATIONS=20)[:-2]))

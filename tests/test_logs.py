@@ -22,6 +22,7 @@ import plot
 import pytest
 import track
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
+from settings import pairs_of
 
 
 def write_lines(path, *events, append=False):
@@ -359,7 +360,7 @@ def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
     shutil.copy(REPOSITORY / "train_gpt.py", tmp_path)
     arguments = tiny_arguments("tiny", RUN_ID="run", OUT_DIR="logs/run")
     run_here(monkeypatch, tmp_path, *arguments)
-    settings = common.pairs_of(arguments)
+    settings = pairs_of(arguments)
     assert common.has_finished(tmp_path, "run", settings, 1)
     assert not common.has_finished(tmp_path, "run", {**settings, "MATRIX_LR": "1"}, 1)
     assert not common.has_finished(tmp_path, "run", settings, 2)
@@ -373,7 +374,7 @@ def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
         path.write_text(text)
     more = tiny_arguments("tiny", RUN_ID="more", OUT_DIR="logs/more", INIT_FROM="logs/run/final_model.int8.ptz")
     run_here(monkeypatch, tmp_path, *more)
-    assert common.has_finished(tmp_path, "more", common.pairs_of(more), 1)
+    assert common.has_finished(tmp_path, "more", pairs_of(more), 1)
 
 
 def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, monkeypatch):

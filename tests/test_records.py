@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from unittest.mock import Mock
 
-import common
 import make
 import probe
 import pytest
@@ -16,6 +15,7 @@ import train_gpt
 import verify
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
 from events import read_events
+from settings import pairs_of, read_settings
 
 pytest.importorskip("matplotlib", reason="records have pictures: pip install -r requirements-dev.txt")
 pytest.importorskip("scipy", reason="records are tested for significance: pip install -r requirements-dev.txt")
@@ -221,9 +221,9 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path,
 
 
 def test_finished_runs_are_kept_and_a_trainer_that_is_left_keeps_others_away(root, monkeypatch, capsys):
-    monkeypatch.setattr(common, "launcher", lambda ranks: ["sh", "-c", "sleep 2 & exit 3"])
+    monkeypatch.setattr(make, "launcher", lambda ranks: ["sh", "-c", "sleep 2 & exit 3"])
     options = argparse.Namespace(name="Control", ranks=1, seeds=[1, 2])
-    settings = common.pairs_of(tiny_arguments("tiny", **CAP))
+    settings = pairs_of(tiny_arguments("tiny", **CAP))
     assert make.run_seeds(options, TRACK, settings) == ["Control_seed1", "Control_seed2"]
     assert capsys.readouterr().out.count("has already finished") == 2
     for message in ("Control_seed1 ended with status 3; run the same command again", "or a trainer that it has left"):
@@ -278,7 +278,7 @@ def test_every_preset_passes_the_checks_of_its_track(preset, track):
     """All but those of the data, which are not here; the command that gets them is named, and the settings that they need."""
     file, folder = REPOSITORY / "records" / "presets" / f"{preset}.env", REPOSITORY / "records" / track / "2026-01-31_Any"
     rules = json.loads((folder.parent / "track.json").read_text())
-    _, tokenizer = common.read_settings(file)
+    _, tokenizer = read_settings(file)
     options = argparse.Namespace(base="", division=[*rules["divisions"]][0], seeds=[1, 2, 3], settings=[f"@{file}", "DATA_PATH=none"])
     with pytest.raises(ValueError, match=f"no DATA_PATH=none .*\n    .* data/.* {tokenizer} .*\nand set DATA_PATH=.*{tokenizer}"):
         make.check_plan(options, folder, make.plan_settings(options, rules))

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import common
 import pytest
+import settings
 import start
 import train_gpt
 from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
@@ -29,7 +30,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module in (start, common):
         monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "PRESETS", tmp_path / "records" / "presets")
+    monkeypatch.setattr(settings, "PRESETS", tmp_path / "records" / "presets")
     for field in train_gpt.fields(train_gpt.Config):
         monkeypatch.delenv(field.name.upper(), raising=False)
     has_gpus(monkeypatch, 0)

@@ -46,8 +46,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from common import (
-    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, pairs_of, read_settings,
-    require_packages, table,
+    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, require_packages, table,
 )
 from effects import (
     ERROR, MOST_PAIRS, SAME, Effect, Run, compare_all, content_of, correct_for_selection,
@@ -55,6 +54,7 @@ from effects import (
     read_runs,
 )
 from events import check_logs, limited, prepare_output, read_events
+from settings import pairs_of, read_settings
 
 LOGS = ROOT / "logs"
 ROW = "| change | length | verdict | effect (90 % interval) | pairs | spread of a pair |"

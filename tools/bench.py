@@ -33,15 +33,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from common import ROOT, gpu_names, hardware, launcher, markdown_cell, measure_tflops, pairs_of, table
+from common import ROOT, gpu_names, hardware, markdown_cell, measure_tflops, table
 import train_gpt
 from flops import count_flops, find_peak
-from events import limited, prepare_output, read_events
+from events import launcher, limited, prepare_output, read_events
+from settings import PRESETS, pairs_of
 from train_gpt import torch
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
           "OUT_DIR=out DATA_PATH=../data TOKENIZER_PATH=byte260")
-PRESETS = ROOT / "records" / "presets"
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),

@@ -1,4 +1,4 @@
-"""What tools and records share: folders, starting the trainer, the machine, tables and statistics."""
+"""What tools and records share: folders, runs, the machine, tables and statistics."""
 
 import argparse
 import json
@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PRESETS = ROOT / "records" / "presets"
 # For the runs that are started: glibc keeps freed memory for the next step, and takes huge pages, which is faster on CPUs.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc."
                       "trim_threshold=0xffffffffffffffff")
@@ -45,42 +44,7 @@ def load_json(path: Path):
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-# ---- The trainer ---------------------------------------------------------------------------------------
-
-
-def read_settings(path: str | Path) -> tuple[dict[str, str], str]:
-    """Return the settings in a file, one VARIABLE=value a line, as the trainer reads it, and the tokenizer that a comment names, or
-    "". Raises ValueError with the file's name, and OSError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-        settings = pairs_of([line for line in lines if line and not line.startswith("#")])
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path}; presets in records/presets: {' '.join(presets())}") from None
-    except ValueError as error:
-        hint = "; save the file as UTF-8" if isinstance(error, UnicodeError) else ""
-        raise ValueError(f"{path}: {error}{hint}") from None
-    tokenizers = [line.removeprefix("# tokenizer: ") for line in lines if line.startswith("# tokenizer: ")]
-    return settings, tokenizers[-1].strip() if tokenizers else ""
-
-
-def presets() -> list[str]:
-    """Return the names of the presets that name their tokenizer: the others only add to a preset."""
-    return sorted(path.stem for path in PRESETS.glob("*.env") if read_settings(path)[1])
-
-
-def pairs_of(words: list[str]) -> dict[str, str]:
-    """Return VARIABLE=value words as a dict. Raises ValueError for a word of another form."""
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{word!r} is not VARIABLE=value")
-    return dict(word.split("=", 1) for word in words)
-
-
-def launcher(ranks: int) -> list[str]:
-    """Return the command that starts a Python script with this many processes on this machine."""
-    if ranks == 1:
-        return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={ranks}"]
+# ---- Runs of the trainer -------------------------------------------------------------------------------
 
 
 def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) -> bool:

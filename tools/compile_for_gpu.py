@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import train_gpt  # noqa: E402
+from settings import PRESETS  # noqa: E402
 
-PRESETS = ROOT / "records" / "presets"
 TORCH = "2.13.0"  # Inductor's interfaces change with each release
 CASES = {  # rows of a micro-batch, one rank's share on 8 GPUs, and settings
     "default-4096": (12, ""),

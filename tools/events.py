@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flops import describe
+from settings import presets
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = "final_model.int8.ptz"
@@ -66,6 +67,13 @@ def typed(path: Path) -> str:
 def interpreter() -> str:
     """Return the Python that runs, as one types it in this folder."""
     return typed(Path(sys.executable))
+
+
+def launcher(ranks: int) -> list[str]:
+    """Return the command that starts a Python script with this many processes on this machine."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={ranks}"]
 
 
 def check_logs() -> None:
@@ -237,7 +245,6 @@ def runner() -> str:
 
 def repeated(log: Path, start: dict, changes: dict[str, str], left_out: set[str]) -> str:
     """Return the command that trains like the run of a log, with changes and without some settings."""
-    from common import launcher, presets  # It imports this file.
     given = {name: text for name, text in given_settings(start).items() if name not in MAY_DIFFER_BETWEEN_SEEDS | left_out}
     origins = {origin for _, origin in start["overrides"].values() if origin.startswith("@")}
     files = list(origins) if len(origins) == 1 else []  # A log does not tell the order of several.

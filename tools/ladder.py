@@ -18,8 +18,9 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 
-from common import ROOT, count_cores, hardware, launcher, only_one, pairs_of, table
-from events import check_logs, prepare_output, read_events
+from common import ROOT, count_cores, hardware, only_one, table
+from events import check_logs, launcher, prepare_output, read_events
+from settings import pairs_of
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",

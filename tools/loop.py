@@ -34,11 +34,12 @@ from ablate import (
     FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options,
     train_all,
 )
-from common import ROOT, load_json, only_one, read_settings, require_packages, table
+from common import ROOT, load_json, only_one, require_packages, table
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import prepare_output, read_events
 from plot import own_style, plain_label
 from probe import read_text, score_artifact
+from settings import read_settings
 
 SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
 LOOK_FROM = 4  # pairs of a confirmation

@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from common import ROOT, gpu_names, launcher, load_json, presets, read_settings
+from common import ROOT, gpu_names, load_json
 from events import (
-    find_run, given_settings, interpreter, iterate_events, newest_first, parse_event,
+    find_run, given_settings, interpreter, iterate_events, launcher, newest_first, parse_event,
     prepare_output, read_outline, summarize,
 )
+from settings import presets, read_settings
 
 MANY_TOKENS = 2_000_000  # On such a text, two minutes of the preset quick do not overfit.
 FEW_TOKENS = 600_000
