@@ -981,9 +981,8 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # For a short text, a second graph, without gradients, would not pay.
-        has_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        reuses_graph = has_graph and windows * stride < 2**20
+        # The training's graph fits, and a second one, without gradients, would hardly pay.
+        reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
@@ -1098,13 +1097,11 @@ def load_weights(model, path: str | Path):
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
-                scale = state["scales"][name]
-                is_matrix = values.ndim == 2
-                wanted = model.get_parameter(name).shape
-                require((values.shape, scale.shape) == (wanted, wanted[:1] if is_matrix else ()),
-                        f"{name} has another shape")
-                scale = scale[:, None] if is_matrix else scale  # of each row, or of all
-                state["passthrough"][name] = values.float() * scale
+                # A scale for each row of a matrix; one for all values of other tensors.
+                scales = state["scales"][name].view(-1, *[1] * (values.ndim - 1))
+                fits = values.shape == model.get_parameter(name).shape
+                require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
+                state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
         model.load_state_dict(dict(state))  # without _metadata, which could replace parameters
     except Exception as error:  # Damaged files fail in many ways.
