@@ -67,8 +67,11 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     """Raise ValueError with the reasons known before training for which a record is refused."""
     track, problems = load_json(folder.parent / "track.json"), verify.Findings()
     words = [f"{name}={text}" for name, text in settings.items()]
-    config, _ = train_gpt.load_config(words, dict(os.environ))
+    config, given = train_gpt.load_config(words, dict(os.environ))
     values = {name.upper(): value for name, value in asdict(config).items()}
+    chosen = sorted(given.keys() & {"SEED", "RUN_ID", "OUT_DIR", "RESUME"})
+    problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
+    verify.check_machine(track, options.ranks, options.ranks, "".join(common.gpu_names()[:1]), problems)
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
     problems.check(not folder.exists(), f"{folder} is there: choose another --name")

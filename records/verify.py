@@ -145,6 +145,15 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
                        f"at most {limit:g}")
 
 
+def check_machine(track: dict, ranks: int, threads: int, gpu: str, findings: Findings):
+    """Apply the rules for the number of ranks, that of all their threads, and the GPU."""
+    for rule, count in (("world_size", ranks), ("threads", threads)):
+        limit = track.get(f"max_{rule}", math.inf)
+        findings.check(count <= limit, f"{rule} is {count}, more than {limit}")
+    machine = track.get("machine", "")
+    findings.check(machine in gpu, f"the GPU is {gpu or 'none'}, not {machine}")
+
+
 def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings):
     """Apply every rule of track.json: limits, settings and the data of the division."""
     check_request(track, division, len(seeds), seeds[0]["settings"], findings)
@@ -152,15 +161,13 @@ def check_rules(track: dict, division: str, seeds: list[dict], findings: Finding
         reasons, train_s = Findings(), seed["train_seconds"]
         amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
                    "max_export_seconds": seed["export_seconds"],
-                   "max_train_seconds": train_s - train_s / max(1, seed["steps"]) - HICCUP_S,
-                   "max_world_size": seed["world_size"],
-                   "max_threads": seed["threads"] * seed["world_size"]}
+                   "max_train_seconds": train_s - train_s / max(1, seed["steps"]) - HICCUP_S}
         for rule, amount in amounts.items():
             limit = track.get(rule, math.inf)
             reasons.check(amount <= limit, f"{rule.removeprefix('max_')} is {amount:,.9g}, more "
                           f"than {limit:,}")
-        machine, gpu = track.get("machine", ""), seed.get("gpu") or ""
-        reasons.check(machine in gpu, f"the GPU is {gpu or 'none'}, not {machine}")
+        threads = seed["threads"] * seed["world_size"]
+        check_machine(track, seed["world_size"], threads, seed.get("gpu") or "", reasons)
         if track.get("divisions"):
             check_data(seed, division, reasons)
         findings += [f"seed {seed['seed']}: {reason}" for reason in reasons]
@@ -249,8 +256,9 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
     shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
     if of_division and not shards:
         known = list(of_division["scored"])
+        sized = [name for name in known if name.endswith(str(settings["VOCAB_SIZE"]))]
         named = [name for name in known if folder.name == f"{division}_{name}"]
-        tokenizer = (known + named)[-1]
+        tokenizer = (known + sized + named)[-1]
         hint = f"    {interpreter()} {of_division['get']}\nand set {of_division['set']}"
         hint = hint.format(tokenizer=tokenizer, size=re.sub(r"\D", "", tokenizer))
         raise ValueError(f"no DATA_PATH={folder} with *_val_*.bin. Get the data with\n{hint}")
@@ -359,7 +367,8 @@ def report(folder: Path, again: bool = False) -> bool:
     try:
         findings, notes = verify_record(folder, again)
     except Exception as error:  # one folder must not hide the others
-        findings, notes = Findings([f"{type(error).__name__}: {error}"]), []
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        findings, notes = Findings([f"{kind}{error}"]), []
     print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
     for line in (*notes, *(f"REFUSED: {line}" for line in findings)):
         print("   ", line)

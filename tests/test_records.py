@@ -23,7 +23,7 @@ pytest.importorskip("scipy", reason="records are tested for significance: pip in
 BYTE260 = {"original_per_decoded_byte": 1.25, "tokenizer_sha256": sha256(b"byte260").hexdigest(),
            "val_tokens": [3000, 3000], "val_bytes": [2999, 2999]}
 TRACK = {"title": "Tiny", "max_bytes": 200_000, "max_train_seconds": 600, "max_eval_seconds": 600, "max_export_seconds": 120,
-         "max_threads": 64, "max_world_size": 1, "min_seeds": 3, "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
+         "max_threads": 2, "max_world_size": 2, "min_seeds": 3, "settings": {"OVERFIT": [False], "INIT_FROM": [""]},
          "divisions": {"tiny": {"get": "make_it.py {tokenizer}", "set": "DATA_PATH={tokenizer} VOCAB_SIZE={size}",
                                 "scored": {"byte260": BYTE260}}}}
 CAP = {"MAX_WALLCLOCK_SECONDS": "600"}
@@ -207,8 +207,8 @@ def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypa
     (["NUM_LAYERS"], "'NUM_LAYERS' is not VARIABLE=value"), (["@none.env"], "there is no none.env"), (["@bad.env"], "bad.env: .*; save the file as UTF-8"),
     (["--seeds", "1,x"], "--seeds: invalid seeds value: '1,x'"), (["--seeds", "1,2,02"], "the track asks for 3 seeds; there are 2"),
     (["--division", ""], "--track, --name and --division are needed"), (["--division", "other"], "division 'other' must be one of tiny"),
-    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["--track", "none"], "No such file .*none/track.json"),
-    (["--name", "Control"], "_Control is there: choose another --name"), (["--base", "none"], "No such file .*none/submission.json"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
+    (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["--track", "none"], "there is no .*none/track.json"),
+    (["--name", "Control"], "_Control is there: choose another --name"), (["--base", "none"], "there is no .*none/submission.json"), (["RESUME=auto", "SEED=5"], "RESUME, SEED cannot be set"), (["--ranks", "3"], "threads is 3, more than 2"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", **CAP), "^make.py: now they train")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path, more, message):

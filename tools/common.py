@@ -38,6 +38,8 @@ def require_packages() -> None:
 
 def load_json(path: Path):
     """Parse a JSON file. Raises ValueError with its name."""
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
