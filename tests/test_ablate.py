@@ -180,7 +180,7 @@ def test_logs_tell_what_was_tried(tmp_path, monkeypatch, capsys):
     comparisons = effects.compare_all(effects.read_runs(tmp_path))
     assert len(comparisons) == 6 and {len(pairs) for pairs in comparisons} == {4}  # three on each machine
     first = ablate.Arm("base", tmp_path, {}, content=comparisons[0][0][0].content)
-    assert ablate.count_tried(first, effects.read_runs(tmp_path)).startswith("the logs hold 6 ideas that were tried on this text; ")
+    assert ablate.count_tried(first, effects.read_runs(tmp_path)).startswith("ideas tried on this text, by the logs: 6; ")
     about = ablate.list_tried("")[0]
     assert re.search(r"Of all 6, \d look better one by one \(p <= 0.05\), as about 0.3 would without any effect", about)
 
@@ -193,8 +193,8 @@ def test_a_base_that_began_after_a_worse_idea_is_not_counted_as_better(tmp_path)
     runs = effects.read_runs(tmp_path)
     arms = {run.log.stem[:4]: ablate.Arm(run.log.stem[:4], tmp_path, {}, content=run.content) for run in runs}
     counts = {name: ablate.count_tried(arm, runs) for name, arm in arms.items()}
-    assert "1 ideas that were tried on this text; 0 look better" in counts["base"]
-    assert "1 ideas that were tried on this text; 1 look better" in counts["idea"]  # the base is 0.1 better
+    assert "ideas tried on this text, by the logs: 1; 0 look better" in counts["base"]
+    assert "ideas tried on this text, by the logs: 1; 1 look better" in counts["idea"]  # the base is 0.1 better
 
 
 def test_the_time_that_runs_will_take_is_known_from_others(tmp_path):
@@ -219,6 +219,21 @@ def test_an_idea_is_compared_with_what_is_most_like_it(tmp_path):
     assert found == [("0", "1", 2), ("1", "2", 1), ("0", "3", 2)]  # the last one shares no seed
     wrong = [run._replace(checked="its log says") if run.log.stem[0] == "0" else run for run in runs]
     assert [pairs[0][0].log.stem[0] for pairs in effects.compare_all(wrong)] == ["1", "1"]
+
+
+def test_the_base_of_a_command_is_no_idea_even_if_it_begins_later(tmp_path):
+    """There is an older command with other settings, and the first idea of the new one begins before its base."""
+    older, newer = {"VOCAB_PAD": 9}, [("wide", {"MLP_MULT": 6}), ("base", {}), ("rate", {"MATRIX_LR": 1})]
+    for time_s, (name, changes) in enumerate([("old", older), ("oldwide", older | {"MLP_MULT": 6}), *newer]):
+        write_log(tmp_path, name, 1, 1.5, **{"MLP_MULT": 3, "MATRIX_LR": 0.1, "VOCAB_PAD": 1, **changes})
+        os.utime(tmp_path / f"{name}.jsonl", (100 + time_s, 100 + time_s))
+    found = [(pairs[0][0].log.stem, pairs[0][1].log.stem) for pairs in effects.compare_all(effects.read_runs(tmp_path))]
+    assert ("base", "wide") in found and ("base", "rate") in found and not {("wide", "base"), ("old", "wide")} & {*found}
+
+
+def test_scores_that_are_those_of_the_first_are_doubted():
+    facts = {"name": "mine", "verdict": "no gain", "reason": "", "effect": 0.0, "pairs": 2, "spread": 0.0}
+    assert ablate.sentence(facts, 0.002).endswith("its scores are those of the first one: is it switched on?")
 
 
 # ---- Commands ------------------------------------------------------------------------------------------------------------
@@ -459,8 +474,8 @@ def test_scores_are_checked_and_two_commands_share_their_runs(laboratory, monkey
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, output + errors
         pairs = re.search(r"honest +better +-[1-9].*, (\d) pairs of seeds; without what the selection adds -[1-9]", output)[1]
-        assert "the logs hold 1 ideas that were tried on this text; 1 look better one by one" in output
-        assert re.search(r"\d runs took [0-9.]+ min one by one; for records/ablations.md:", output)
+        assert "ideas tried on this text, by the logs: 1; 1 look better one by one" in output
+        assert re.search(r"\d runs took [0-9.]+ min one by one\nfor records/ablations.md, ", output)
         assert re.search(r"\| `script=honest.py` \| 20 steps \| better \| −[1-9]", output)
     assert len([*logs.glob("*.jsonl")]) == 2 * int(pairs)  # none was trained twice
     process = start("worse script=worse.py", "plain", most="2")
@@ -470,7 +485,7 @@ def test_scores_are_checked_and_two_commands_share_their_runs(laboratory, monkey
     assert "worse" not in ablate.list_tried("")[-1]
     process = start("plain", "worse script=worse.py", "bytes script=bytes.py", most="2")
     output, errors = process.communicate(timeout=300)
-    assert "0 runs" in output and "worse        invalid    its log says" in output, output + errors  # known from the log
+    assert "all runs are there" in output and "for records" not in output and "worse        invalid    its log says" in output, output + errors  # known from the log
     assert re.search("bytes        invalid    it counts [0-9,]+ bytes of validation text, which has", output)
     assert start("bytes script=bytes.py", "plain").wait(100) == 2
 
@@ -500,6 +515,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
                            (["x", "y", "--seconds", "3"], "how long is a run? Give either"), (["x", "y script='a b"], "No closing quotation"),
+                           (["x", "y NEW=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),
                            (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
                            (["x", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"), (["x", "--seconds", "-6"], "of 0 or more"),

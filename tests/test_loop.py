@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import loop as loops
 import numpy as np
@@ -95,6 +97,8 @@ def folder(tmp_path, monkeypatch):
             noise = [np.random.default_rng([seed, sum(map(ord, arm.name))]).normal() for seed in seeds]
             rows.append([float(arm.settings["MLP_SLOPE"]) + 0.0005 * value for value in noise])
             arm.verdict = "failed" if "MAX_STEPS" in arm.settings else ""
+            arm.runs = [SimpleNamespace(artifact_bytes=110)]
+        best.runs = [SimpleNamespace(artifact_bytes=100)]
         return rows
     monkeypatch.setattr(loops, "compare", compare)
     for name in ("make_plans", "check_against"):
@@ -128,7 +132,7 @@ def test_a_loop_ends_as_if_it_had_never_been_stopped(folder, monkeypatch):
     assert verdicts == {"a": "dropped", "b": "kept", "c": "dropped", "d": "kept", "e": "invalid", "f": "failed"}
     assert whole["kept"] == [1, 3] and "SEED must be equal" in whole["ideas"][4]["why"]
     table = (folder / "loop.md").read_text()
-    assert "| b | -0.0" in table and "confirmation: p = " in table
+    assert "| b | -0.0" in table and re.search("confirmation: p = .*; [+]10.0 % bytes", table)
     write = loops.write_whole
     moments = [("compare", number) for number in range(1, runner.work + 1)]
     moments += [("write", number) for number in range(1, 14)]
@@ -163,6 +167,23 @@ def test_no_seed_is_used_twice(folder, monkeypatch):
     os.utime(folder / "b.env", (99, 99))
     again = run(folder, Runner())
     assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
+
+
+def test_a_script_and_settings_of_one_name_are_one_idea(folder):
+    (folder / "d.py").write_text("# a script")
+    loop = loops.Loop(folder, {"ITERATIONS": "9"}, 1, 0.002)
+    assert loop.find_ideas()  # d.py may still be written
+    os.utime(folder / "d.py", (99, 99))
+    loop.find_ideas()
+    names = [idea["name"] for idea in loop.state["ideas"]]
+    arm = loop.arm_of([names.index("d")])
+    assert names == [*"abcefd"] and arm.script.read_text() == "# a script"
+    assert arm.settings == {"ITERATIONS": "9", "MLP_SLOPE": "-0.02"}
+
+
+def test_an_idea_that_changes_nothing_is_doubted(folder, monkeypatch):
+    monkeypatch.setattr(loops, "compare", lambda best, arms, seeds, runner: [[0.0] * len(seeds)] * len(arms))
+    assert {idea["why"] for idea in run(folder, Runner())["ideas"]} >= {loops.UNCHANGED}
 
 
 def test_half_written_ideas_and_mistyped_folders_wait(folder, monkeypatch, capsys):

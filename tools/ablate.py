@@ -10,7 +10,9 @@ others are compared with. All train with seed after seed, until each gets a verd
 
     better     it gains. If none of the variations gains anything, one or more is called better in
                5 % of commands, however many variations there are and however often seeds are added
-    no gain    it gains less than --diff bits per byte; if it gains more, 5 % of cases say this
+    no gain    it gains less than --diff bits per byte; if it gains more, 5 % of cases say this.
+               Intervals hold at all numbers of pairs together, so of a few pairs, they are several
+               times as wide as those of a single t-test
     undecided  --most-seeds are not enough; with more, the command goes on
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss
                is not theirs, or an artifact does not score what its log says. Not noticed: training
@@ -177,7 +179,8 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
             continue
         arm.plan = json.loads(result.stdout.splitlines()[-1])
         if "error" in arm.plan:
-            raise ValueError(f"{arm.name}: {arm.plan['error']}")
+            hint = "" if "script=" in arm.given else " (no script=FILE is given)"
+            raise ValueError(f"{arm.name}: {arm.plan['error']}{hint}")
         arm.content = content_of(arm.plan, arm.script.read_text(encoding="utf-8"), cpu)
         if arm.plan["reason"]:
             arm.verdict, arm.reason = "invalid", arm.plan["reason"]
@@ -277,7 +280,8 @@ class Runner:
         known = self.took or [run.log.stat().st_mtime - run.began for run in self.runs
                               if all(run.content[name] == wanted[name] for name in SAME)]
         if not known:
-            return "; the first ones will tell how long they take"
+            return ("; the first ones will tell how long they take. Each compiles first: for a "
+                    "trial of a minute, add COMPILE=0")
         seconds = math.ceil(len(trials) / self.jobs) * statistics.median(known)
         return f", about {seconds / 60:.1f} min"
 
@@ -364,7 +368,8 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     for arm in arms:
         arm.add(runner.runs)
     trials = missing_runs(arms, seeds)
-    runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{runner.minutes_for(trials)}")
+    count = f"{len(trials)} runs" if trials else "all runs are there"
+    runner.say(f"{count}, for seeds up to {max(seeds)}{runner.minutes_for(trials)}")
     list(runner.pool.map(runner.train, trials))
     for arm in arms:
         arm.add(runner.runs)
@@ -427,6 +432,8 @@ def sentence(facts: dict, diff: float) -> str:
     if pairs > 1:
         text += f" (90 % interval {facts['low']:+.4f} to {facts['high']:+.4f})"
     text += f", {pairs} pair{'s' * (pairs > 1)} of seeds"
+    if not (facts["effect"] or facts["spread"]):
+        return f"{begin}its scores are those of the first one: is it switched on?"
     if facts["verdict"] == "no gain":
         is_worse = facts.get("low", 0) > 0
         text = f"it is worse: {text}" if is_worse else f"of {diff:g} or more: {text}"
@@ -438,6 +445,8 @@ def sentence(facts: dict, diff: float) -> str:
         text += f"; p = {facts['p']:.2g}"
     ratios = facts["step_ratios"]
     text += f"; a step takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
+    growth = 100 * (facts["bytes"][1] / facts["bytes"][0] - 1)
+    text += f", model and script have {growth:+.1f} % bytes"
     if facts["unchecked"]:
         text += f"; {facts['unchecked']} runs were not scored again, for lack of an artifact"
     return begin + text
@@ -451,12 +460,8 @@ def length_of(content: dict) -> str:
 
 def row_of(facts: dict, arm: Arm) -> list:
     """Return a verdict as a row of records/ablations.md."""
-    length = length_of(arm.content) if arm.content else ""
-    if facts.get("pairs", 0) < 2:
-        return [f"`{arm.given}`", length, facts["verdict"], facts["reason"],
-                facts.get("pairs", 0), ""]
     effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts).replace("-", "−")
-    return [f"`{arm.given}`", length, facts["verdict"], effect, facts["pairs"],
+    return [f"`{arm.given}`", length_of(arm.content), facts["verdict"], effect, facts["pairs"],
             f"{facts['spread']:.4f}"]
 
 
@@ -475,7 +480,7 @@ def count_tried(first: Arm, runs: list[Run]) -> str:
         if pairs[0][0].content["data"] == first.content["data"]:
             is_idea = differing(pairs[0][1].content, first.content)
             tried.append(pairs if is_idea else [pair[::-1] for pair in pairs])
-    return f"the logs hold {len(tried)} ideas that were tried on this text; {count_better(tried)}"
+    return f"ideas tried on this text, by the logs: {len(tried)}; {count_better(tried)}"
 
 
 def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
@@ -489,9 +494,11 @@ def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
         how = ": with 5 % each" if options.error == "each" else " together, by Holm's procedure"
         print(f"5 % for a false \"better\" of {len(rows)} comparisons{how}; intervals are of each")
     print(f"against {first.name}; {count_tried(first, runner.runs)}")
-    print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one; "
-          "for records/ablations.md:")
-    print("\n".join(table(ROW, map(row_of, rows, arms))[2:]))
+    print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one")
+    judged = [row_of(facts, arm) for facts, arm in zip(rows, arms) if facts.get("pairs", 0) > 1]
+    if judged:
+        print("for records/ablations.md, with the base and the text above the table:")
+        print("\n".join(table(ROW, judged)[2:]))
 
 
 def list_tried(word: str) -> list[str]:

@@ -6,11 +6,13 @@ compressed models. `limits_of` gives an interval that holds as pairs are added.
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import os
 import re
 import statistics
+from collections import Counter, defaultdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -140,21 +142,27 @@ def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]
 
 
 def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
-    """Return the pairs of each comparison that the runs hold: of each group with an earlier one
-    that shares a seed with it. Of several, it is the one that differs in the fewest settings, then
-    the one with the most pairs. Wrong scores are left out."""
-    found, alike = [], {}
-    for group in group_runs([run for run in runs if not run.checked]):
-        content, near = group[0].content, []
-        earlier = alike.setdefault(tuple(content[name] for name in SAME), [])
-        for other in earlier:
-            changes = len(differing(other[0].content, content))
-            pairs = pairs_of_seeds(other, group)
-            if pairs and changes <= MOST_DIFFERENCES:
-                near.append((changes, -len(pairs), pairs))
-        if near:
-            found.append(min(near, key=lambda one: one[:2])[2])
-        earlier.append(group)
+    """Return the pairs of each comparison that the runs hold: of each group with the one that
+    differs from it in the fewest settings. Of several, it is the one with the most pairs, then the
+    earliest. Runs may start together: of two groups that are each other's nearest, the one to which
+    most others are near, then the earlier one, comes first. Wrong scores are left out."""
+    groups = group_runs([run for run in runs if not run.checked])
+    alike, nearest = defaultdict(list), {}
+    for place, group in enumerate(groups):
+        alike[tuple(group[0].content[name] for name in SAME)].append(place)
+    for place, other in itertools.chain(*(itertools.permutations(p, 2) for p in alike.values())):
+        changes = len(differing(groups[other][0].content, groups[place][0].content))
+        pairs = pairs_of_seeds(groups[other], groups[place])
+        if pairs and changes <= MOST_DIFFERENCES:
+            near = (changes, -len(pairs), other)
+            nearest[place] = min(near, nearest.get(place, near))
+    partners = {place: other for place, (_, _, other) in sorted(nearest.items())}
+    near_to = Counter(partners.values())
+    found = []
+    for place, other in partners.items():
+        is_mutual = partners[other] == place
+        if not is_mutual or (-near_to[other], other) < (-near_to[place], place):
+            found.append(pairs_of_seeds(groups[other], groups[place]))
     return found
 
 

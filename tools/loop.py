@@ -3,8 +3,9 @@
     python tools/loop.py ideas/ --base records/presets/cpu_1mb.env --jobs 2 \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
 
-An idea is a file in the folder: NAME.py, a script, or NAME.env, with one VARIABLE=value a line.
-More may be added while the loop runs. Each is compared with the best model so far:
+An idea is a file in the folder: NAME.py, a script, or NAME.env, with one VARIABLE=value a line; if
+both are there, the script with these settings. More may be added while the loop runs. Each is
+compared with the best model so far:
 
     screening      1 to 4 seeds that all ideas share; what does not look better is dropped
     confirmation   4 to 16 seeds that nothing has used; what is clearly better is kept, and the
@@ -26,6 +27,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -45,6 +47,7 @@ SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
 LOOK_FROM = 4  # pairs of a confirmation
 FALSE = 0.1  # share of what is kept
 BLOCKS = 16  # parts of the unseen text
+UNCHANGED = "its scores are the best's: is it switched on?"
 HEADER = "| idea | effect | 90 % interval | pairs | verdict | why |"
 
 
@@ -114,7 +117,7 @@ class Loop:
                 raise ValueError(f"{file} was made with other settings, {self.state['given']}: "
                                  "repeat them, or use another folder")
             return
-        self.keep_copy("start", ROOT / "train_gpt.py")
+        self.keep_copies("start", [ROOT / "train_gpt.py"])
         self.state = {"given": [settings, diff], "settings": settings, "seed": seed, "ideas": [],
                       "kept": [], "confirmed": [], "claims": []}
         self.state["screening"] = [*self.take_seeds(SCREENED)]
@@ -124,12 +127,13 @@ class Loop:
         lines = table(HEADER, map(row_of, self.state["ideas"] + self.state["claims"]))
         write_whole(self.folder / "loop.md", "\n".join(lines) + "\n")
 
-    def keep_copy(self, name: str, file: Path) -> str:
-        """Copy an idea's file, which may be edited later. Return the copy's path in the folder."""
-        kind = "train_gpt.py" if file.suffix == ".py" else "settings.env"
-        copy = self.folder / "loop" / name / kind
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+    def keep_copies(self, name: str, files: list[Path]) -> str:
+        """Copy an idea's files, which may be edited later. Return a copy's path in the folder."""
+        place = self.folder / "loop" / name
+        place.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            copy = place / ("train_gpt.py" if file.suffix == ".py" else "settings.env")
+            shutil.copy(file, copy)
         return str(copy.relative_to(self.folder))
 
     def take_seeds(self, count: int) -> range:
@@ -139,20 +143,26 @@ class Loop:
         return range(first, first + count)
 
     def find_ideas(self) -> bool:
-        """Add the ideas that are new in the folder, oldest first. An edited file is a new idea.
-        Return whether a file is empty, or so new that it may still be written."""
+        """Add the ideas that are new in the folder, oldest first: NAME.py, NAME.env, or both. An
+        edited file is a new idea. Return whether a file is empty, or so new that it may still be
+        written."""
         known = {(idea["name"], idea["digest"]) for idea in self.state["ideas"]}
-        files = [file for suffix in ("py", "env") for file in self.folder.glob(f"[!.]*.{suffix}")]
-        whole = [file for file in files
-                 if file.stat().st_size and time.time() - file.stat().st_mtime >= 1]
-        for file in sorted(whole, key=lambda file: (file.stat().st_mtime, file.name)):
-            digest = sha256(file.read_bytes()).hexdigest()[:12]
-            if (file.stem, digest) not in known:
-                copy = self.keep_copy(f"{len(self.state['ideas']):03d}_{digest}", file)
-                self.state["ideas"].append({"name": file.stem, "digest": digest, "copy": copy,
+        ideas, unfinished = defaultdict(list), set()
+        for file in sorted([*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]):
+            about = file.stat()
+            ideas[file.stem].append(file)
+            if not about.st_size or time.time() - about.st_mtime < 1:
+                unfinished.add(file.stem)
+        ages = {name: max(file.stat().st_mtime for file in files) for name, files in ideas.items()}
+        for name in sorted(ideas.keys() - unfinished, key=lambda name: (ages[name], name)):
+            content = b"".join(file.read_bytes() for file in ideas[name])
+            digest = sha256(content).hexdigest()[:12]
+            if (name, digest) not in known:
+                copy = self.keep_copies(f"{len(self.state['ideas']):03d}_{digest}", ideas[name])
+                self.state["ideas"].append({"name": name, "digest": digest, "copy": copy,
                                             "verdict": "", "why": ""})
                 self.save()
-        return len(whole) < len(files)
+        return bool(unfinished)
 
     def arm_of(self, numbers: list[int]) -> Arm:
         """Return what trains the start with these ideas added to it. Raises ValueError."""
@@ -161,14 +171,14 @@ class Loop:
         for place in numbers:
             idea = self.state["ideas"][place]
             arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}")
-            copy = self.folder / idea["copy"]
-            if copy.suffix == ".py":
-                arm.script = copy
-                continue
-            own, _ = read_settings(copy)
-            for variable in sorted((FOR_ALL | {"DATA_PATH"}) & own.keys()):
-                raise ValueError(f"{variable} must be equal in all runs")
-            arm.settings |= own
+            place = (self.folder / idea["copy"]).parent
+            if (place / "train_gpt.py").exists():
+                arm.script = place / "train_gpt.py"
+            if (place / "settings.env").exists():
+                own, _ = read_settings(place / "settings.env")
+                for variable in sorted((FOR_ALL | {"DATA_PATH"}) & own.keys()):
+                    raise ValueError(f"{variable} must be equal in all runs")
+                arm.settings |= own
         return arm
 
 
@@ -251,7 +261,8 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
         for number, differences in zip([*arms], found):
             note(ideas[number], arms[number], differences)
             if not ideas[number]["verdict"] and is_hopeless(differences, loop.diff):
-                ideas[number] |= {"verdict": "dropped", "why": f"screening, seed {count}"}
+                why = f"screening, pair {count}" if any(differences) else UNCHANGED
+                ideas[number] |= {"verdict": "dropped", "why": why}
             if ideas[number]["verdict"]:
                 del arms[number]
     loop.save()
@@ -273,7 +284,9 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
         count = min(CONFIRMED, count + max(1, runner.jobs // 2))
     note(idea, arm, differences)
     if not arm.verdict:
-        idea |= {"verdict": verdict, "why": f"confirmation: p = {idea['p']:.2g}, level {level:.2g}"}
+        growth = 100 * (arm.runs[0].artifact_bytes / best.runs[0].artifact_bytes - 1)
+        why = f"confirmation: p = {idea['p']:.2g}, level {level:.2g}; {growth:+.1f} % bytes"
+        idea |= {"verdict": verdict, "why": why}
     state["confirmed"].append(idea["verdict"] == "kept")
     if idea["verdict"] == "kept":
         state["kept"].append(number)
