@@ -154,7 +154,7 @@ class Config:
         heads, width = self.num_heads, self.model_dim
         require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
-                f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}")
+                f"ROPE_DIMS={self.rope_dims} must be 0 or even, below a head's width {width // heads}")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
@@ -613,7 +613,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True,
-                           broadcast_buffers=False, bucket_cap_mb=1 << 20)  # one bucket
+                           forward_sync_buffers=False, bucket_cap_mb=1 << 20)  # one bucket
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -899,8 +899,9 @@ def open_split(config, split: str) -> dict[Path, int]:
     """Each shard of "train" or "val", by name, with its token count. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    remedies = [*map(str, Path("data/datasets").glob("*")), "data/prepare.py", "data/download.py"]
-    require(paths, f"there is no {where} with *_{split}_*.bin; use or run {', '.join(remedies)}")
+    there = ", ".join(map(str, Path("data/datasets").glob("*"))) or "nothing in data/datasets"
+    require(paths, f"there is no {where} with *_{split}_*.bin; there is {there}; prepare a text "
+            "by data/prepare.py, or fetch FineWeb by data/download.py")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
     require(tokens > config.train_seq_len, f"{where} has {tokens} tokens in *_{split}_*.bin, "
