@@ -71,6 +71,7 @@ def test_mistakes_are_named(words, message, monkeypatch):
 def test_every_configuration_is_one_of_the_trainers():
     shapes = {name: bench.variables_of(settings.split()) for name, (settings, _, _) in bench.CONFIGURATIONS.items()}
     assert shapes["cpu-preset"]["NUM_LAYERS"] == "3" and shapes["gpu-preset"]["VOCAB_SIZE"] == "8192"  # of the presets' files
+    assert shapes["cpu-preset"]["VOCAB_SIZE"] == "2048"  # as of the speeches, which the preset is for
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")

@@ -62,7 +62,8 @@ def calls(monkeypatch):
 
 def write_manifest(folder: Path, tokens) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps({"splits": {"train": {"tokens": tokens}}}))
+    about = {"tokenizer": {"name": "byte260", "vocab_size": 260}, "splits": {"train": {"tokens": tokens}}}
+    (folder / "manifest.json").write_text(json.dumps(about))
 
 
 def add_fineweb(shards: int) -> None:
@@ -144,6 +145,13 @@ def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, cap
         assert ("DROPOUT=0.3" in start.plan(["DATA_PATH=tiny"], "").arguments) == (tokens == "14000 ")
     assert "DROPOUT=0.3" not in start.plan(["DATA_PATH=tiny"], "cpu_1mb").arguments
     assert not calls
+
+
+@pytest.mark.parametrize("preset", ["cpu_1mb", "cpu_1mb_avx2", "gpu_minute", "quick"])
+def test_a_preset_for_the_speeches_takes_the_vocabulary_of_any_text(place, preset):
+    write_manifest(Path("mine"), 3_000_000)
+    config, _ = train_gpt.load_config(start.plan(["DATA_PATH=mine"], preset).arguments, {})
+    assert config.vocab_size == 260
 
 
 def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):

@@ -45,7 +45,7 @@ COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_S
 CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
-    "cpu-preset": (f"@{PRESETS}/cpu_1mb_avx2.env GPTQ_BATCHES=0 SIZE_CAP=0", 40, 1 << 16),
+    "cpu-preset": (f"@{PRESETS}/cpu_1mb_avx2.env VOCAB_SIZE=2048 GPTQ_BATCHES=0 SIZE_CAP=0", 40, 1 << 16),
     "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
     "gpu-124M": ("NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 "
