@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import common
+import events
 import pytest
 import settings
 import start
@@ -28,7 +29,7 @@ def place(tmp_path, monkeypatch):
     """A folder with the presets, for a user who has set nothing, on a machine without a GPU."""
     shutil.copytree(REPOSITORY / "records" / "presets", tmp_path / "records" / "presets")
     monkeypatch.chdir(tmp_path)
-    for module in (start, common):
+    for module in (start, common, events):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(settings, "PRESETS", tmp_path / "records" / "presets")
     for field in train_gpt.fields(train_gpt.Config):
@@ -225,14 +226,41 @@ def test_a_run_is_resumed_with_the_settings_that_it_began_with(place, monkeypatc
     assert "MODEL_DIM=64" not in start.plan([f"RESUME={checkpoint}", f"DATA_PATH={data}"], "").arguments
 
 
+def begin(log: str, step: int, then: str = "checkpoint", **settings) -> None:
+    """Write the log of a run that has these settings, and an event after so many steps."""
+    overrides = {name: [text, "argument"] for name, text in settings.items()}
+    lines = [{"event": "config", "config": settings, "overrides": overrides, "world_size": 1},
+             {"event": then, "step": step, "file": f"mine_{step:08d}.pt"}]
+    Path("logs").mkdir(exist_ok=True)
+    Path("logs", log).write_text("".join(json.dumps(event) + "\n" for event in lines))
+
+
+def test_a_run_without_a_checkpoint_is_begun_again_or_if_it_has_ended_refused(place, calls, capsys):
+    """Begun again with its own settings; a name that is not known begins, which is said."""
+    words = ["RUN_ID=diary", "RESUME=auto"]
+    write_manifest(Path("mine"), 3_000_000)
+    begin("diary.jsonl", 4, "train", DATA_PATH="mine", OUT_DIR="logs/diary", SEED="7")
+    assert {"DATA_PATH=mine", "SEED=7", *words} <= set(start.plan(words, "").arguments)
+    assert "There is no checkpoint: diary begins again, with the settings of logs/diary.jsonl" in capsys.readouterr().out
+    assert "DATA_PATH=other" in start.plan([*words, "DATA_PATH=other"], "").arguments
+    begin("diary.jsonl", 4, "final", DATA_PATH="mine", OUT_DIR="logs/diary", SEED="7")
+    with pytest.raises(ValueError, match="RUN_ID=diary has ended .* events.py diary says what it left"):
+        start.plan(words, "")
+    Path("logs/diary").mkdir()
+    Path("logs/diary/final_model.int8.ptz").touch()
+    with pytest.raises(ValueError, match="as a new run: .*DATA_PATH=mine INIT_FROM=logs/diary/final_model.int8.ptz$"):
+        start.plan(words, "")
+    assert not calls
+    Path("logs/empty.jsonl").touch()
+    for name, said in (("dairy", "There is no run dairy to resume: it begins now; a similar name is diary\n"), ("x", "resume: it begins now\n"),
+                       ("empty", "logs/empty.jsonl has no settings to resume with: empty begins now\n"), ("", "no checkpoint to resume in logs/")):
+        capsys.readouterr()
+        assert f"DATA_PATH={SPEECHES}" in start.plan(["RESUME=auto", f"RUN_ID={name}"], "").arguments
+        assert said in capsys.readouterr().out
+
+
 def test_checkpoints_are_found_where_the_log_of_their_run_says(place):
     """Unless that log is damaged, or of an older version, or they are gone: then in logs/, as without RUN_ID."""
-    def begin(log: str, step: int, **settings):
-        overrides = {name: [text, "argument"] for name, text in settings.items()}
-        events = [{"event": "config", "config": settings, "overrides": overrides, "world_size": 1},
-                  {"event": "checkpoint", "step": step, "file": f"mine_{step:08d}.pt"}]
-        Path("logs", log).write_text("".join(json.dumps(event) + "\n" for event in events))
-
     def settings_found(*words):
         return " ".join(word for word in start.plan([*words, "RESUME=auto"], "").arguments if word[:4] in ("SEED", "OUT_"))
 

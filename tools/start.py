@@ -10,6 +10,7 @@ what is chosen here. PYTHON names the interpreter that makes .venv.
 """
 
 import argparse
+import difflib
 import glob
 import math
 import os
@@ -30,8 +31,8 @@ from pathlib import Path
 
 from common import ROOT, gpu_names, load_json
 from events import (
-    find_run, given_settings, interpreter, iterate_events, launcher, newest_first, parse_event,
-    prepare_output, read_outline, summarize,
+    find_artifact, find_run, given_settings, interpreter, iterate_events, launcher, newest_first,
+    parse_event, prepare_output, repeated, summarize,
 )
 from settings import presets, read_settings
 
@@ -201,29 +202,76 @@ def are_unchanged(files: list[str], overrides: dict) -> bool:
     return then.items() <= now.items() and now.keys() <= overrides.keys()
 
 
+def read_log(log: Path) -> list[dict]:
+    """Return the events of a log without those of "train": all of them, or those before damage."""
+    events = []
+    with suppress(ValueError):
+        for event in iterate_events(log):
+            if event["event"] != "train":
+                events.append(event)
+    return events
+
+
+def find_writer(checkpoint: Path) -> Path | None:
+    """Return the newest log that says that its run has written a checkpoint."""
+    run_id = checkpoint.stem.rpartition("_")[0]
+    logs = newest_first(f"{glob.escape(run_id)}*.jsonl")
+    writes = (log for log in logs for event in read_log(log)
+              if event.get("file") == checkpoint.name)
+    return next(writes, None)
+
+
+def refuse_ended(log: Path, events: list[dict]) -> None:
+    """Raise ValueError if the run of a log, which has no checkpoint, has a model: to begin it again
+    would set that aside."""
+    latest = {event["event"]: event for event in events}
+    if not {"export", "final"} & latest.keys():
+        return
+    model = find_artifact(log, events[0], latest.get("export", {}))
+    advice = f"{interpreter()} tools/events.py {shlex.quote(log.stem)} says what it left"
+    if model:
+        again = repeated(log, events[0], {"INIT_FROM": str(model)}, {"INIT_FROM"})
+        advice = f"to train its model further, as a new run: {again}"
+    raise ValueError(f"RUN_ID={log.stem} has ended ({log}) and left no checkpoint to resume; "
+                     f"{advice}")
+
+
+def describe_new(run_id: str) -> str:
+    """Return what to say if there is nothing to resume for a RUN_ID, or for any run if it is ""."""
+    if find_run(run_id):
+        return f"logs/{run_id}.jsonl has no settings to resume with: {run_id} begins now"
+    if not run_id:
+        return "There is no checkpoint to resume in logs/: a run begins now"
+    near = difflib.get_close_matches(run_id, [log.stem for log in newest_first("*.jsonl")], 1)
+    similar = f"; a similar name is {near[0]}" if near else ""
+    return f"There is no run {run_id} to resume: it begins now{similar}"
+
+
 def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -> Start | None:
-    """Return how to continue from the checkpoint RESUME with the settings of its run, unless the
-    user gives others; None without a checkpoint, or a log that has them. Raises ValueError."""
+    """Return how to continue from the checkpoint RESUME, or how to begin a run again that stopped
+    before its first one: with the settings in its log, unless the user gives others. None if there
+    is no such log. Raises ValueError if the run has ended and left no checkpoint."""
     from train_gpt import Config, list_checkpoints
     named = of_log = Config(run_id=given.get("RUN_ID", ""), out_dir=given.get("OUT_DIR", ""))
-    if not named.out_dir and (newest := find_run(named.run_id)):
-        with suppress(ValueError):  # a damaged log
-            settings = next(iterate_events(newest))["config"]
-            of_log = replace(named, out_dir=settings.get("OUT_DIR", ""))
+    log = find_run(named.run_id)
+    events = read_log(log) if log else []
+    if events and not named.out_dir:
+        of_log = replace(named, out_dir=events[0]["config"].get("OUT_DIR", ""))
     checkpoints = list_checkpoints(of_log) or list_checkpoints(named)
     paths = checkpoints if given["RESUME"] == "auto" else [Path(given["RESUME"])]
-    if not paths:
+    if not paths and not events:
+        print(describe_new(named.run_id))
         return None
-    run_id = paths[0].stem.rpartition("_")[0]
-    for log in newest_first(f"{glob.escape(run_id)}*.jsonl"):
-        try:
-            events = read_outline(log)
-        except ValueError:  # a damaged log
-            continue
-        if any(event.get("file") == paths[0].name for event in events):  # It wrote the checkpoint.
-            break
+    if paths:
+        log = find_writer(paths[0])
+        if not log:
+            return None
+        events, run_id = read_log(log), paths[0].stem.rpartition("_")[0]
+        found = f"RESUME continues from {paths[0]}, with the settings of {log}"
     else:
-        return None
+        refuse_ended(log, events)
+        run_id = log.stem
+        found = f"There is no checkpoint: {run_id} begins again, with the settings of {log}"
     overrides = events[0]["overrides"]
     of_files = {name: pair for name, pair in overrides.items() if pair[1].startswith("@")}
     old_files = list(dict.fromkeys(file for _, file in of_files.values()))
@@ -234,7 +282,7 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
         again |= {name: text for name, (text, _) in of_files.items()}
     device = given.get("DEVICE") or overrides.get("DEVICE", [""])[0]
     gpus = min(count_gpus(device), events[0]["world_size"])
-    print(f"RESUME continues from {paths[0]}, with the settings of {log}")
+    print(found)
     again |= suit_machine(gpus)
     again = {name: text for name, text in again.items() if name not in given}
     return Start([*words_of(again), *files, *words], max(1, gpus))
