@@ -140,12 +140,20 @@ def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, cap
         found = start.plan(["DATA_PATH=tiny"], "")
         assert without_name(found.arguments) == [*wanted.split(), "DATA_PATH=tiny"] and found.ranks == ranks
     assert ("14,000 tokens, few for this model" in said) == bool(wanted)
-    assert ("9 steps read it 2.6 times" in said) == ("ITERATIONS=9" in words)
+    assert ("at most 9 steps, which read it 2.6 times" in said) == ("ITERATIONS=9" in words)
     for tokens in (2_000_000, None, "14000 "):  # enough, or it does not say
         write_manifest(Path("tiny"), tokens)
         assert ("DROPOUT=0.3" in start.plan(["DATA_PATH=tiny"], "").arguments) == (tokens == "14000 ")
-    assert "DROPOUT=0.3" not in start.plan(["DATA_PATH=tiny"], "cpu_1mb").arguments
     assert not calls
+
+
+@pytest.mark.parametrize("preset, tokens, wanted", [
+    ("cpu_1mb", 800_000, "DROPOUT=0.1 ITERATIONS=1954 VAL_LOSS_EVERY=196"), ("quick", 822_300, "DROPOUT=0.1 ITERATIONS=2008"),
+    ("cpu_1mb", 2_000_000, ""), ("gpu_minute", 599_999, "DROPOUT=0.3 ITERATIONS=92 VAL_LOSS_EVERY=10"), ("gpu_minute", 1_900_000, "ITERATIONS=290 VAL_LOSS_EVERY=30")])
+def test_with_any_preset_a_small_text_gets_only_what_the_preset_lacks(place, preset, tokens, wanted):
+    write_manifest(Path("mine"), tokens)
+    found = without_name(start.plan(["DATA_PATH=mine"], preset).arguments)
+    assert found == [*wanted.split(), f"@records/presets/{preset}.env", "DATA_PATH=mine"]
 
 
 @pytest.mark.parametrize("preset", ["cpu_1mb", "cpu_1mb_avx2", "gpu_minute", "quick"])

@@ -38,6 +38,7 @@ from settings import presets, read_settings
 
 MANY_TOKENS = 2_000_000  # On such a text, two minutes of the preset quick do not overfit.
 FEW_TOKENS = 600_000
+EPOCHS = 10  # readings of a smaller text
 ENOUGH_SHARDS = 10  # of FineWeb, for ten minutes on a GPU, which read the speeches dozens of times
 FINEWEB = ("sp1024", "sp4096", "sp8192")  # tokenizers for which FineWeb can be downloaded
 SCRIPT = "train_gpt.py"
@@ -132,14 +133,20 @@ def find_data(tokenizer: str, gpus: int) -> dict[str, str]:
 
 
 def suit_small_text(config, own: dict[str, str], tokens: int) -> dict[str, str]:
-    """Return settings with which the preset quick does not overfit on few tokens. Prints them."""
-    batch = config.train_batch_tokens
-    steps = config.iterations if "ITERATIONS" in own else 10 * tokens // batch + 1
-    added = {"DROPOUT": "0.1" if tokens >= FEW_TOKENS else "0.3", "ITERATIONS": str(steps),
-             "VAL_LOSS_EVERY": str(steps // 10 + 1)}
-    added = {name: text for name, text in added.items() if name not in own}
-    print(f"The training text has {tokens:,} tokens, few for this model: {steps:,} steps read it "
-          f"{steps * batch / tokens:.2g} times. Added: {shlex.join(words_of(added)) or 'nothing'}")
+    """Return settings with which a preset overfits less on few tokens: only where its own go
+    further. Prints them."""
+    batch, steps = config.train_batch_tokens, config.iterations
+    if "ITERATIONS" not in own:
+        steps = min(steps, EPOCHS * tokens // batch + 1)
+    dropout = 0.1 if tokens >= FEW_TOKENS else 0.3
+    val_loss_every = min(steps // 10 + 1, config.val_loss_every)  # The time limit may end it first.
+    added = {"DROPOUT": max(dropout, config.dropout), "ITERATIONS": steps,
+             "VAL_LOSS_EVERY": val_loss_every}
+    added = {name: str(value) for name, value in added.items()
+             if name not in own and value != getattr(config, name.lower())}
+    print(f"The training text has {tokens:,} tokens, few for this model: at most {steps:,} steps, "
+          f"which read it {steps * batch / tokens:.2g} times. "
+          f"Added: {shlex.join(words_of(added)) or 'nothing'}")
     return added
 
 
@@ -182,7 +189,7 @@ def plan(words: list[str], preset: str) -> Start:
     config, overrides = load_config(files + words, os.environ)  # finds mistakes before a download
     own = given_settings({"overrides": overrides})
     chosen = {} if data else find_data(tokenizer, gpus)
-    if path and path.stem == "quick" and tokens < MANY_TOKENS:
+    if path and tokens < MANY_TOKENS:
         chosen |= suit_small_text(config, own, tokens)
     chosen |= suit_machine(gpus)
     if "RESUME" not in own:  # else a run that is resumed has a name
