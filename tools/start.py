@@ -87,12 +87,31 @@ def count_tokens(data: str) -> int:
         return MANY_TOKENS
 
 
+def has_shards(folder: Path) -> bool:
+    """Whether a folder has a validation split, without which nothing trains."""
+    return any(folder.glob("*_val_[0-9]*.bin"))
+
+
 def check_data(data: str) -> None:
-    """Raise ValueError if DATA_PATH is found from the user's folder, but not from here."""
-    called_from = Path(os.environ.get("OLDPWD", ""))
-    if data and not Path(data).exists() and Path(called_from, data).exists():
-        raise ValueError(f"DATA_PATH={data} does not exist in {ROOT}; you may mean "
-                         f"DATA_PATH={shlex.quote(str(called_from / data))}")
+    """Raise ValueError if DATA_PATH has no shards: say how to make them, or where they may be."""
+    path, called_from = Path(data), Path(os.environ.get("OLDPWD", ""))
+    if has_shards(path):
+        return
+    if path.exists():
+        prepare = [interpreter(), "data/prepare.py", data, "--tokenizer", "unigram1024", "--out",
+                   f"data/datasets/{path.resolve().stem}"]
+        raise ValueError(f"DATA_PATH={data} has no *_val_*.bin: if it is text, prepare it first: "
+                         f"{shlex.join(prepare)}")
+    folders = [folder for folder in Path("data/datasets").glob("*") if has_shards(folder)]
+    names = [folder.name for folder in folders]
+    near = difflib.get_close_matches(path.name, names, 1) or sorted(names)
+    meant = [f"data/datasets/{name}" for name in near]
+    if Path(called_from, data).exists():
+        meant = [shlex.quote(str(called_from / data))]
+    advice = "data/prepare.py makes such a folder of your text"
+    if meant:
+        advice = "you may mean " + " or ".join(f"DATA_PATH={other}" for other in meant)
+    raise ValueError(f"DATA_PATH={data} does not exist in {ROOT}; {advice}")
 
 
 def call(*command: str) -> None:
@@ -180,7 +199,8 @@ def plan(words: list[str], preset: str) -> Start:
     if given.get("RESUME") and (start := plan_resumption(files, words, given)):
         return start
     data = given.get("DATA_PATH", "")
-    check_data(data)
+    if data:
+        check_data(data)
     gpus, tokens = count_gpus(given.get("DEVICE", "")), count_tokens(data) if data else MANY_TOKENS
     if not preset and (not gpus or (tokens < MANY_TOKENS and "INIT_FROM" not in given)):
         path, tokenizer = preset_file("quick")
