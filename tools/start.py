@@ -390,19 +390,22 @@ class Progress:
         done, left_s = self.share(now_s)
         minutes, seconds = divmod(round(left_s), 60)
         left = f"{minutes}:{seconds:02}" if minutes < 10 else f"{minutes} min"
-        score = "validating" if done == 1 or self.step == self.next_val else self.score
-        return done, f"{100 * done:3.0f} %  {left} left  {score}  {self.speed}"
+        score = f"last score {self.score}  " if self.score else ""
+        if done == 1 or self.step == self.next_val:
+            score = "validating  "
+        return done, f"{100 * done:3.0f} %  {left} left  {score}{self.speed}"
 
 
 class View:
-    """A line that changes, below lines that stay. Without a terminal, a line for each tenth."""
+    """A line that changes, below lines that stay. Without a terminal, a line for each tenth, and
+    for each phase before the first step."""
 
     def __init__(self):
         from tqdm import tqdm
         width = min(100, shutil.get_terminal_size().columns - 1)
         self.bar = tqdm(total=1, bar_format="{elapsed} {bar} {desc}", ncols=width, leave=False,
                         disable=None, file=sys.stdout)
-        self.tenths = 0
+        self.tenths, self.phase = 0, ""
 
     def keep(self, line: str, file=None) -> None:
         """Write a line that stays, at once."""
@@ -417,8 +420,8 @@ class View:
         if not self.bar.disable:
             self.bar.n = done
             self.bar.set_description_str(text)
-        elif int(10 * done) > self.tenths:
-            self.tenths = int(10 * done)
+        elif int(10 * done) > self.tenths or (done == 0 and text != self.phase):
+            self.tenths, self.phase = int(10 * done), text
             self.keep(text)
 
 
