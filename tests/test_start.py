@@ -459,8 +459,8 @@ def test_busy_cores_are_said(monkeypatch, capsys):
     times = {}
     start.read_core_times(os.getpid(), times)
     assert str(os.getpid()) in times and times[str(os.getpid())][0] > 0
-    for share, says in ((0.42, "this run had 42 % of the time"), (0.51, "")):
-        start.conclude(start.Outcome(1, None, start.Progress(), share))
+    for share, status, step, says in ((0.42, 0, 9, "this run had 42 % of the time"), (0.51, 0, 9, ""), (0.42, 130, 9, ""), (0.42, 0, 0, "")):
+        start.conclude(start.Outcome(status, None, start.Progress(step=step), share))
         said = capsys.readouterr().out
         assert says in said and bool(said) == bool(says)
 

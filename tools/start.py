@@ -527,7 +527,7 @@ def train(start: Start, tracker: str) -> Outcome:
 def conclude(outcome: Outcome) -> None:
     """Say what happened, and what to do next."""
     log, progress = outcome.log, outcome.progress
-    if outcome.share < 0.5:
+    if outcome.share < 0.5 and not outcome.status and progress.step:
         print("The cores were busy with other programs: this run had "
               f"{100 * outcome.share:.0f} % of the time that it could have used. End them, and "
               "train again.")
