@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 
 import events
@@ -110,6 +111,27 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     (tmp_path / "logs" / "wd0.05.jsonl").write_text(log)
     model = train_gpt.GPT(tiny_config(tokenizer_path="/gone/tokenizer.model"))  # its name alone is in an artifact
     assert sample.find_tokenizer(model, tmp_path / "logs" / "wd0.05" / "final_model.pt").vocab_size == 260
+
+
+def test_a_model_that_was_sent_finds_its_tokenizer_beside_it_or_in_the_repository(trained, tmp_path, monkeypatch):
+    """Not another one that is where its own was."""
+    own, named = trained[0] / "other.model", Path("data/datasets/mine/tokenizer.model")
+    config = tiny_config(tokenizer_path=str(named), vocab_size=sample.load_tokenizer(str(own)).vocab_size,
+                         tokenizer_sha256=sha256(own.read_bytes()).hexdigest())
+    model, sent, root = train_gpt.GPT(config), tmp_path / "sent", tmp_path / "root"
+    for folder in (sent, root / named.parent, tmp_path / named.parent):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sample, "ROOT", root)
+    learn_vocabulary("char", ["another text"], named)
+    for place in (sent / "tokenizer.model", root / named):
+        with pytest.raises(ValueError, match="put that one, under its name, beside .*/sent/final_model"):
+            sample.find_tokenizer(model, sent / "final_model.int8.ptz")
+        shutil.copy(own, place)
+        assert sample.find_tokenizer(model, sent / "final_model.int8.ptz").file == place
+        place.unlink()
+    shutil.copy(trained[0] / "final_model.int8.ptz", sent)
+    assert sample.find_model("sent/") == Path("sent/final_model.int8.ptz")
 
 
 def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypatch):
@@ -250,8 +272,9 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
 
 
 @pytest.mark.parametrize("script, arguments, message", [
-    (sample, ["final_model.int8.ptz", "--tokenizer", "other.model"], "other.model is not the one"),
-    *((sample, words, "^2$") for words in (["--top-p", "95"], ["--samples", "-1"], ["--temperature", "nan"], ["--prompt", "\udce9"])),
+    (sample, ["final_model.int8.ptz", "--tokenizer", "other.model"], "other.model is not there, or not the one"),
+    *((sample, words, "^2$") for words in (["--top-p", "95"], ["--samples", "-1"], ["--temperature", "nan"], ["--prompt", "\udce9"],
+                                           ["run", "Dear friend"])),
     (sample, ["final_model.pt", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
     (export_hf, ["final_model.pt", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
 def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, arguments, message):

@@ -11,6 +11,7 @@ event in the .jsonl log).
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -43,8 +44,8 @@ def newest_models() -> Iterator[Path]:
 
 
 def find_model(name: str) -> Path:
-    """Return the file `name`, or the artifact of the run `name`, or with "" that of the last run that ended. Raises
-    ValueError."""
+    """Return the file `name`, the artifact of the run or in the folder `name`, or with "" that of the last run that ended.
+    Raises ValueError."""
     check_logs()
     found = newest_first(f"*/{train_gpt.MODEL_FILE}")[::-1]
     path, log, copied = Path(name), find_run(name), Path("logs", name, train_gpt.MODEL_FILE)
@@ -58,6 +59,8 @@ def find_model(name: str) -> Path:
         wanted = latest.get("export", {}).get("artifact_sha256")
         if path.is_file() and (wanted or "export" not in latest) and sha256(path.read_bytes()).hexdigest() != wanted:
             raise ValueError(f"{path} is the model of another run, not of {name} as {log} tells it")
+    elif path.is_dir():
+        path /= train_gpt.MODEL_FILE
     if not name and not path.is_file():
         raise ValueError("there is no model in logs/ yet")
     if not path.is_file():
@@ -81,21 +84,38 @@ def load(path: Path | str, settings: Sequence[str] = ()) -> train_gpt.GPT:
     return model.float()
 
 
+def may_be(spec: str, digest: str) -> bool:
+    """Whether a tokenizer is there, or a name, and has this digest of its file or its name, if it is known."""
+    if spec.endswith(".model") and not Path(spec).is_file():
+        return False
+    content = Path(spec).read_bytes() if Path(spec).is_file() else spec.encode()
+    return digest in ("", sha256(content).hexdigest())
+
+
+def places_of_tokenizer(named: str, path: Path) -> Iterator[str]:
+    """Yield where a tokenizer may be that an artifact names, given the artifact's path: there; where the log of the run says, as
+    an artifact does not keep an absolute path; in this repository; beside the artifact."""
+    yield named
+    log = Path(f"{path.resolve().parent}.jsonl")  # a RUN_ID may have dots
+    if log.is_file():
+        yield read_events(log)[0]["config"]["TOKENIZER_PATH"]
+    yield str(ROOT / named)
+    yield str(path.with_name(Path(named).name))
+
+
 def find_tokenizer(model: train_gpt.GPT, path: Path, spec: str | None = None) -> Tokenizer:
     """Load the tokenizer `spec`, or the one that the artifact, or else the log of its run, names. `path` is the artifact's.
     Raises ValueError if it is not the model's."""
-    log = Path(f"{path.resolve().parent}.jsonl")  # a RUN_ID may have dots
-    if not spec:
-        spec = model.config.tokenizer_path
-        if log.is_file() and not Path(spec).is_file():  # an artifact does not keep an absolute path
-            spec = read_events(log)[0]["config"]["TOKENIZER_PATH"]
-    if spec.endswith(".model") and not Path(spec).is_file():
-        raise ValueError(f"tokenizer {spec} not found; give its path with --tokenizer")
-    tokenizer = load_tokenizer(spec)
-    content = Path(spec).read_bytes() if Path(spec).is_file() else spec.encode()
-    if (model.config.tokenizer_sha256 not in ("", sha256(content).hexdigest())
-            or tokenizer.vocab_size != model.config.vocab_size):
-        raise ValueError(f"tokenizer {spec} is not the one that the model was trained with; give its path with --tokenizer")
+    config = model.config
+    places = [spec] if spec else places_of_tokenizer(config.tokenizer_path, path)
+    found = next((place for place in places if may_be(place, config.tokenizer_sha256)), "")
+    if not found:
+        raise ValueError(f"tokenizer {spec or config.tokenizer_path} is not there, or not the one that the model was trained with; "
+                         f"put that one, under its name, beside {path}, or give its path with --tokenizer")
+    tokenizer = load_tokenizer(found)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(f"tokenizer {found} has {tokenizer.vocab_size} tokens, but the model {config.vocab_size}; give the path "
+                         "of another with --tokenizer")
     return tokenizer
 
 
@@ -169,7 +189,7 @@ def ask() -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="", help="artifact, state dict or RUN_ID (default: the last run)")
+    parser.add_argument("model", nargs="?", default="", help="artifact, its folder, state dict or RUN_ID (default: the last run)")
     parser.add_argument("settings", nargs="*", default=[], metavar="VARIABLE=value",
                         help="settings of the training, if the file has none")
     parser.add_argument("--prompt", default="", help="how the text begins (default: a new document)")
@@ -184,6 +204,9 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if options.prompt != options.prompt.encode("utf-8", "replace").decode():
         parser.error("--prompt is not UTF-8, which this terminal should write")
+    for word in options.settings:
+        if "=" not in word:
+            parser.error(f"{word!r} is not VARIABLE=value; a text to continue is --prompt {shlex.quote(word)}")
     if options.top_p == 0:
         parser.error("--top-p 0 keeps no token; --temperature 0 takes the likeliest")
     try:
