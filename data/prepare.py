@@ -187,6 +187,20 @@ def sample_training_text(documents: Iterator[tuple[str, bytes, bytes]]) -> list[
     return [raw.decode("utf-8") for _, _, raw in sorted(heap, key=lambda entry: entry[1])]
 
 
+def why_not_learnt(name: str, size: int, message: str) -> str:
+    """Return why SentencePiece cannot learn a vocabulary from `size` bytes of text, given its message, and what would work."""
+    method = name.rstrip("0123456789")
+    most = re.search(r"set it to a value <= (\d+)", message)
+    least = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
+    if most:
+        works = min(int(most[1]), SMALL_VOCABULARY)
+        smaller = f"{method}{works}, " * (works >= SMALLEST)
+        return f"{size:,} bytes of training text are too few: use {smaller}more text, or byte260, which is not learnt"
+    if least:
+        return f"the characters of the training text alone need {int(least[1]):,} pieces: use {method}{least[1]} or more"
+    return f"{message}; choose another size, or byte260, which is not learnt"
+
+
 def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     """Learn "spN", "unigramN", "caseopsN" or "char" from texts and write it to `path`. Raises ValueError if there is too little
     text.
@@ -196,6 +210,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     sentencepiece = import_sentencepiece()
     if not any(text.strip() for text in sample):
         raise ValueError(f"--tokenizer {name} is learnt from the training documents of a SOURCE, which have no text")
+    size = sum(len(text.encode("utf-8")) for text in sample)
     folds_case = name.startswith("caseops")
     if folds_case:
         sample = [fold_case(text) for text in sample]
@@ -203,8 +218,8 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     if name == "char":
         kind = {"model_type": "char", "vocab_size": MAX_VOCAB_SIZE, "hard_vocab_limit": False, "character_coverage": 1.0}
     else:
-        method, size = LEARNT.fullmatch(name).groups()
-        kind = {"model_type": "bpe" if method == "sp" else "unigram", "vocab_size": int(size), "character_coverage": 0.9995}
+        method, pieces = LEARNT.fullmatch(name).groups()
+        kind = {"model_type": "bpe" if method == "sp" else "unigram", "vocab_size": int(pieces), "character_coverage": 0.9995}
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -218,8 +233,7 @@ def learn_vocabulary(name: str, sample: list[str], path: Path) -> None:
     except RuntimeError as error:
         if "KeyboardInterrupt" in str(error):  # Ctrl-C while SentencePiece reads
             raise KeyboardInterrupt from None
-        raise ValueError(f"--tokenizer {name} cannot be learnt from this text: {error}; choose another size, or byte260, which "
-                         "is not learnt") from None
+        raise ValueError(f"--tokenizer {name} cannot be learnt: {why_not_learnt(name, size, str(error))}") from None
     path.write_bytes(model.getvalue())
 
 
@@ -335,10 +349,13 @@ def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dic
     gzip_bytes = sum(part["gzip_bytes"] for part in parts)
     notes = [*parts[0]["notes"], f"yardstick: gzip needs {8 * gzip_bytes / val['bytes']:.2f} bits per byte of the validation text; "
              "a trained model needs less"]
-    if val["bytes"] < FEW_BYTES:
-        notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes, and {FEW_BYTES:,} "
-                     f"are enough; use more text, or delete {options.out} and set a larger --val-fraction")
     name, size = options.tokenizer, train["bytes"] + val["bytes"]
+    if val["bytes"] < FEW_BYTES:
+        fraction = math.ceil(150 * FEW_BYTES / size) / 100  # Documents are of several sizes, so it is half more than needed.
+        larger = f", or delete {options.out} and set --val-fraction {fraction:g}"
+        helps = not options.val_file and options.val_fraction < fraction <= 0.5
+        notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes, and {FEW_BYTES:,} "
+                     f"are enough; use more text{larger if helps else ''}")
     is_chosen_here = not name.endswith(".model") and name != "char" and train["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
         notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "

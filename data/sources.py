@@ -173,8 +173,8 @@ def text_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
         controls = len(part.encode("utf-8", "surrogatepass").translate(None, NO_CONTROLS))
         # UTF-16 without its mark is often valid UTF-8; with cp1252, so is any file.
         is_binary = controls > 3 + len(part) // 20
-        bad = f"{path}, document {number} is not {name} text: name its --encoding, extract its text, or take --skip-bad"
-        yield None if is_binary else part, bad
+        bad = f"{path}, document {number} is not {name} text"
+        yield (None, f"{bad}: name its --encoding, or extract its text") if is_binary else (part, bad)
 
 
 def find_text(row: object, key: str) -> tuple[object, str]:
@@ -423,8 +423,7 @@ class Reader:
                         text.encode("utf-8")
                     except (AttributeError, UnicodeEncodeError):  # no text, bytes that were not UTF-8, half a surrogate pair
                         if not self.options.skip_bad:
-                            hint = "" if "--skip-bad" in problem else "; --skip-bad leaves out what is like this"
-                            raise ValueError(problem + hint) from None
+                            raise ValueError(f"{problem}{self.advice(text)}; --skip-bad leaves out what is like this") from None
                         self.bad += 1
                         self.first_bad = [*self.first_bad, problem][:3]
                         continue
@@ -435,19 +434,28 @@ class Reader:
                     self.marked += MARKER in text
                     yield text
 
+    def advice(self, text: object) -> str:
+        """Return what else to do about text that is in another encoding than UTF-8, or "" if that is not what is wrong."""
+        is_utf8 = self.options.encoding.startswith("utf-8")
+        if not is_utf8 or not isinstance(text, str) or not re.search("[\udc80-\udcff]", text):  # bytes that were not UTF-8
+            return ""
+        return ("; if all files are like this, name their --encoding, such as cp1252; else convert it: iconv -f cp1252 -t utf-8 "
+                "FILE > NEW")
+
     def sort_by_split(self, parts: list[tuple[str, list]]) -> list[tuple[str, list]]:
         """Return sources and their files. If most of the text is in files named train, files named validation come first and
         are the validation split, and files named test are left out. Options for the validation split win over names."""
-        names, sizes = Counter(), Counter()
+        names, sizes, first = Counter(), Counter(), {}
         for path, split in [file for _, files in parts for file in files]:
             names[split] += 1
             sizes[split] += path.stat().st_size
+            first.setdefault(split, path)
         if names["train"] and sizes["train"] >= sizes[""] and self.options.by_names:
             self.named_splits = names["val"] > 0
             self.skipped["named test"] += names["test"]
             if names[""]:
-                self.hints.append(f"warning: {names['']:,} files whose names say no split are for training, too; move those that "
-                                  "are not")
+                self.hints.append(f"warning: {names['']:,} files whose names say no split are for training, too (the first: "
+                                  f"{first['']}); move those that are not")
             if self.named_splits:
                 self.hints.append(f"validation split: {names['val']:,} files, chosen by name")
             val = [file for _, files in parts for file in files if file[1] == "val"]
@@ -455,7 +463,7 @@ class Reader:
             return [("", val), *rest]
         if len(names) > 1 and names["val"] + names["test"]:
             self.hints.append(f"warning: {names['val'] + names['test']:,} files are named validation or test, but were read like "
-                              "the others; move those that are not for training")
+                              f"the others (the first: {first.get('val') or first['test']}); move those that are not for training")
         return parts
 
     def find_files(self, path: Path) -> list[tuple[Path, str]]:

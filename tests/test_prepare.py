@@ -7,6 +7,7 @@ import itertools
 import lzma
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -191,7 +192,7 @@ def test_files_whose_names_say_no_split_are_said_among_those_that_do(tmp_path, c
     for name, count in (("train", 40), ("eval", 5), ("dev_matched", 9), ("test_matched", 9)):
         write_jsonl(tmp_path / "texts" / f"{name}.jsonl", [f"{name} {i}" for i in range(count)])
     assert read(tmp_path / "texts")[:5] == [f"eval {i}" for i in range(5)]
-    assert "warning: 2 files whose names say no split are for training, too" in capsys.readouterr().out
+    assert "warning: 2 files whose names say no split are for training, too (the first: " in capsys.readouterr().out
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n"
@@ -221,6 +222,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n
     ("a.txt", b"<!DOCTYPE html>\n<p>b", "document 1 is markup: extract its text"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1 "), ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 "),
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
+    ("a.txt", "größe".encode("cp1252"), "document 1 is not UTF-8 text; if all .* --encoding, such as cp1252; .* iconv -f cp1252 -t utf-8 FILE > NEW"),
+    ("a.csv", "text\ngröße\n".encode("cp1252"), "row 1 is not UTF-8 text under 'text'; .* iconv -f cp1252 "),
     ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, name, content, wanted):
     (tmp_path / name).write_bytes(content)
@@ -292,7 +295,8 @@ def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch,
     output = capsys.readouterr().out
     assert "validation split: 1 files, chosen by name" in output and ("1 named test" in output) == any("test" in n for n in names)
     assert sorted(read(folder, "--val-docs", 1)) == sorted(names)
-    assert "files are named validation or test, but were read like the others" in capsys.readouterr().out
+    said = r"files are named validation or test, but were read like the others \(the first: \S*(val|dev)\S*\); move"
+    assert re.search(said, capsys.readouterr().out)
 
 
 def test_a_file_called_train_among_others_does_not_make_splits(tmp_path, monkeypatch, capsys, read):
@@ -416,7 +420,9 @@ def test_learnt_vocabularies_and_shards_do_not_depend_on_the_run_or_its_processe
     (["train.txt", "val.txt"], "files named validation have no text"),
     (["empty.txt", "--val-file", "a.jsonl"], "there is no text in \\['empty.txt'\\]: name other text"),
     (["page.html"], "page.html' is markup: the model would learn the tags"),
-    (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt .* choose another size"),
+    (["a.jsonl", "--val-docs", 1, "--tokenizer", "sp9000"], "sp9000 cannot be learnt: 11 bytes of training text are too few: use .*byte260"),
+    (["novel.txt", "--val-docs", 1, "--tokenizer", "unigram1024"], r"learnt: [\d,]+ bytes of training text are too few: use unigram512, more text, "),
+    (["signs.txt", "--val-docs", 1, "--tokenizer", "unigram300"], r"the characters of the training text alone need \d+ pieces: use unigram\d+ or more"),
     (["--val-file", "a.jsonl", "--tokenizer", "char"], "--tokenizer char is learnt from the training documents"),
     (["a.jsonl", "--val-docs", 1, "--tokenizer", "bad.json"], "bad.json' cannot be used"),
     (["a.jsonl", "--out", "my_val_2024"], "looks like the name of a shard"),
@@ -428,6 +434,8 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three", "two"])
     (tmp_path / "bad.json").write_text("{}")
     texts = {"empty": "", "val": "\n", "train": "a b", "poem": "one\ntwo\n", "poem2": "one\ntwo\n", "letter": "a"}
+    texts["novel"] = "".join(f"{i} It was a dark and stormy night; the rain fell in torrents.\n" for i in range(999))
+    texts["signs"] = "".join(map(chr, range(0x4E00, 0x4E00 + 2 * sources.TEXT_CHARS))) * 2
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "page.html").write_text("<p>text</p>")
@@ -492,6 +500,16 @@ def test_a_short_validation_text_is_said(tmp_path, monkeypatch, capsys, size, is
     texts = [write_jsonl(tmp_path / f"{name}.jsonl", ["x" * count]) for name, count in (("train", 9), ("val", size))]
     make(monkeypatch, tmp_path / "out", texts[0], "--val-file", texts[1])
     assert (f"warning: scores will be noisy: the validation split has only {size:,} bytes" in capsys.readouterr().out) == is_said
+
+
+@pytest.mark.parametrize("documents_of, advice", [(40, "use more text, or delete .*out and set --val-fraction 0.38\n"), (20, "use more text\n")])
+def test_a_fraction_that_would_be_enough_is_said(tmp_path, monkeypatch, capsys, documents_of, advice):
+    texts = [f"{i:05d}" * 2000 for i in range(documents_of)]
+    make(monkeypatch, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts))
+    assert re.search(f"and 100,000 are enough; {advice}", capsys.readouterr().out)
+    if "fraction" in advice:
+        splits = make(monkeypatch, tmp_path / "more", tmp_path / "a.jsonl", "--val-fraction", 0.38)["splits"]
+        assert splits["val"]["bytes"] >= 100_000
 
 
 def test_the_printed_command_trains(tmp_path, monkeypatch, capsys):
