@@ -142,7 +142,7 @@ def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, cap
         assert without_name(found.arguments) == [*wanted.split(), "DATA_PATH=tiny"] and found.ranks == ranks
     assert ("14,000 tokens, few for this model" in said) == bool(wanted)
     assert ("at most 9 steps, which read it 2.6 times" in said) == ("ITERATIONS=9" in words)
-    for tokens in (2_000_000, None, "14000 "):  # enough, or it does not say
+    for tokens in (2_000_000, 0, None, "14000 "):  # enough, only a validation split, or it does not say
         write_manifest(Path("tiny"), tokens)
         assert ("DROPOUT=0.3" in start.plan(["DATA_PATH=tiny"], "").arguments) == (tokens == "14000 ")
     assert not calls

@@ -152,8 +152,8 @@ def find_data(tokenizer: str, gpus: int) -> dict[str, str]:
 
 
 def suit_small_text(config, own: dict[str, str], tokens: int) -> dict[str, str]:
-    """Return settings with which a preset overfits less on few tokens: only where its own go
-    further. Prints them."""
+    """Return settings with which a preset overfits less on few tokens, where its own would not do.
+    Prints them."""
     batch, steps = config.train_batch_tokens, config.iterations
     if "ITERATIONS" not in own:
         steps = min(steps, EPOCHS * tokens // batch + 1)
@@ -209,7 +209,7 @@ def plan(words: list[str], preset: str) -> Start:
     config, overrides = load_config(files + words, os.environ)  # finds mistakes before a download
     own = given_settings({"overrides": overrides})
     chosen = {} if data else find_data(tokenizer, gpus)
-    if path and tokens < MANY_TOKENS:
+    if path and config.iterations and 0 < tokens < MANY_TOKENS:
         chosen |= suit_small_text(config, own, tokens)
     chosen |= suit_machine(gpus)
     if "RESUME" not in own:  # else a run that is resumed has a name
