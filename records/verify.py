@@ -256,7 +256,8 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
     shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
     if of_division and not shards:
         known = list(of_division["scored"])
-        sized = [name for name in known if name.endswith(str(settings["VOCAB_SIZE"]))]
+        size = str(settings["VOCAB_SIZE"]) if "{size}" in of_division["set"] else "manifest"
+        sized = [name for name in known if name.endswith(size)]
         named = [name for name in known if folder.name == f"{division}_{name}"]
         tokenizer = (known + sized + named)[-1]
         hint = f"    {interpreter()} {of_division['get']}\nand set {of_division['set']}"

@@ -223,7 +223,7 @@ def test_an_idea_is_compared_with_what_is_most_like_it(tmp_path):
 
 def test_the_base_of_a_command_is_no_idea_even_if_it_begins_later(tmp_path):
     """There is an older command with other settings, and the first idea of the new one begins before its base."""
-    older, newer = {"VOCAB_PAD": 9}, [("wide", {"MLP_MULT": 6}), ("base", {}), ("rate", {"MATRIX_LR": 1})]
+    older, newer = {"VOCAB_PAD": 9, "SIZE_CAP": 1}, [("wide", {"MLP_MULT": 6}), ("base", {}), ("rate", {"MATRIX_LR": 1})]
     for time_s, (name, changes) in enumerate([("old", older), ("oldwide", older | {"MLP_MULT": 6}), *newer]):
         write_log(tmp_path, name, 1, 1.5, **{"MLP_MULT": 3, "MATRIX_LR": 0.1, "VOCAB_PAD": 1, **changes})
         os.utime(tmp_path / f"{name}.jsonl", (100 + time_s, 100 + time_s))
@@ -515,7 +515,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
                            (["x", "y", "--seconds", "3"], "how long is a run? Give either"), (["x", "y script='a b"], "No closing quotation"),
-                           (["x", "y NEW=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
+                           (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),
                            (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
                            (["x", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"), (["x", "--seconds", "-6"], "of 0 or more"),

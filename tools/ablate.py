@@ -427,13 +427,13 @@ def sentence(facts: dict, diff: float) -> str:
     begin = f"{facts['name']:<12} {facts['verdict']:<9}  "
     if "effect" not in facts:
         return begin + facts["reason"]
+    if not (facts["effect"] or facts["spread"]):
+        return f"{begin}its scores are those of the first one: is it switched on?"
     pairs = facts["pairs"]
     text = f"{facts['effect']:+.4f} bits per byte"
     if pairs > 1:
         text += f" (90 % interval {facts['low']:+.4f} to {facts['high']:+.4f})"
     text += f", {pairs} pair{'s' * (pairs > 1)} of seeds"
-    if not (facts["effect"] or facts["spread"]):
-        return f"{begin}its scores are those of the first one: is it switched on?"
     if facts["verdict"] == "no gain":
         is_worse = facts.get("low", 0) > 0
         text = f"it is worse: {text}" if is_worse else f"of {diff:g} or more: {text}"
