@@ -92,7 +92,7 @@ def test_a_run_its_resumption_and_scoring_its_model(tmp_path, data, on_cpu, card
 @pytest.mark.slow
 @pytest.mark.parametrize("presets", ["h100_8gpu_16mb", "h100_1gpu_16mb", "h100_8gpu_16mb rehearsal"])
 def test_presets_run(tmp_path, data, presets):
-    sizes = dict(MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1, EVAL_STRIDE=16, WARMUP_STEPS=1, DEVICE="cuda")
+    sizes = dict(MODEL_DIM=64, NUM_HEADS=2, NUM_KV_HEADS=1, WARMUP_STEPS=1, DEVICE="cuda")
     words = tiny_arguments(data, **sizes, RUN_ID="run")
     kept = [word for word in words if word.split("=")[0] in (*SMALLER, *sizes)]  # the rest is as in the preset
     files = [f"@{REPOSITORY}/records/presets/{preset}.env" for preset in presets.split()]
