@@ -193,9 +193,11 @@ def why_not_learnt(name: str, size: int, message: str) -> str:
     most = re.search(r"set it to a value <= (\d+)", message)
     least = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
     if most:
-        works = min(int(most[1]), SMALL_VOCABULARY)
+        largest = int(most[1])
+        works = min(largest, SMALL_VOCABULARY)
         smaller = f"{method}{works}, " * (works >= SMALLEST)
-        return f"{size:,} bytes of training text are too few: use {smaller}more text, or byte260, which is not learnt"
+        return (f"the training text, {size:,} bytes, is too small: it gives at most {largest:,} pieces; use {smaller}more text, or "
+                "byte260, which is not learnt")
     if least:
         return f"the characters of the training text alone need {int(least[1]):,} pieces: use {method}{least[1]} or more"
     return f"{message}; choose another size, or byte260, which is not learnt"

@@ -390,7 +390,7 @@ class Progress:
         done, left_s = self.share(now_s)
         minutes, seconds = divmod(round(left_s), 60)
         left = f"{minutes}:{seconds:02}" if minutes < 10 else f"{minutes} min"
-        score = f"last score {self.score}  " if self.score else ""
+        score = f"last score {self.score.removesuffix(' bits per byte')}  " if self.score else ""
         if done == 1 or self.step == self.next_val:
             score = "validating  "
         return done, f"{100 * done:3.0f} %  {left} left  {score}{self.speed}"
