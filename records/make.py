@@ -69,7 +69,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     words = [f"{name}={text}" for name, text in settings.items()]
     config, given = train_gpt.load_config(words, dict(os.environ))
     values = {name.upper(): value for name, value in asdict(config).items()}
-    chosen = sorted(given.keys() & {"SEED", "RUN_ID", "OUT_DIR", "RESUME"})
+    chosen = sorted(given.keys() & {"SEED", "RUN_ID", "RESUME"})
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
     verify.check_machine(track, options.ranks, options.ranks, "".join(common.gpu_names()[:1]), problems)
     verify.check_request(track, options.division, len(options.seeds), values, problems)
