@@ -48,13 +48,13 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # look like ours
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old, no effect
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of others
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # in old files
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
-           "skip_weight,skip_weights")
+           "skip_weight,skip_weights")  # parts of names, as published; some match nothing
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Others: 0 or more.
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Ranges; others: 0 or more.
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -95,11 +95,11 @@ class Config:
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
     optimizer: Literal["muon", "adamw"] = "muon"  # of blocks' matrices; the rest has AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
-    embed_lr: float = 0.6  # learning rate of an untied embedding, with Muon
-    head_lr: float = 0.008  # learning rate of an untied output head, with Muon
-    tied_embed_lr: float = 0.03  # learning rate of a tied embedding, with Muon
-    matrix_lr: float = 0.02  # learning rate of the blocks' matrices, with Muon
-    scalar_lr: float = 0.02  # learning rate of all other parameters, with Muon
+    embed_lr: float = 0.6  # learning rate of an untied embedding, if OPTIMIZER=muon
+    head_lr: float = 0.008  # learning rate of an untied output head, if OPTIMIZER=muon
+    tied_embed_lr: float = 0.03  # learning rate of a tied embedding, if OPTIMIZER=muon
+    matrix_lr: float = 0.02  # learning rate of the blocks' matrices, if OPTIMIZER=muon
+    scalar_lr: float = 0.02  # learning rate of all other parameters, if OPTIMIZER=muon
     muon_momentum: Share = 0.99  # Muon's momentum after its warm-up
     muon_backend_steps: int = 5  # Newton-Schulz steps of Muon
     muon_row_norm: bool = False  # scale rows of an update to norm 1 before Newton-Schulz
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW trains matches; small ones are kept exact
+    control_tensor_name_patterns: str = CONTROL  # AdamW trains tensors so named; exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
@@ -130,12 +130,12 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans (not micro-batches) of a rank; 0: its share of 8
+    grad_accum_steps: int = 0  # spans that a rank reads in a step (not passes); 0: 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
-    train_log_every: int = 200  # log the first ten steps and every N-th; 0: only ten
+    train_log_every: int = 200  # log ten first steps, every N-th (0: none), one at the time limit
     checkpoint_every: int = 0  # save every N steps and at the end; 0: only if stopped
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
@@ -143,7 +143,7 @@ class Config:
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # over N bytes with code: raise EXPORT_CLIP if set, or warn; 0: off
+    size_cap: int = 0  # bytes of artifact and code; above: warn, raise EXPORT_CLIP if set; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -154,7 +154,7 @@ class Config:
         heads, width = self.num_heads, self.model_dim
         require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
-                f"ROPE_DIMS={self.rope_dims} must be 0 or even, below a head's width {width // heads}")
+                f"ROPE_DIMS={self.rope_dims} must be even, below a head's {width // heads}; 0: all")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
@@ -171,7 +171,7 @@ MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  #
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ranks:
-    """One process of a run: its rank, the number of ranks and its device."""
+    """A run's ranks as one process sees them: its own, their number, its device."""
     rank: int
     world_size: int
     device: torch.device
@@ -205,7 +205,7 @@ class Ranks:
 
 # ---- Model -----------------------------------------------------------------------------
 def rms_norm(x, gain=1.0):
-    """gain * x / sqrt(mean(x^2) + epsilon) over the last dimension, in x's type."""
+    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
     return (x * (factors * gain)).to(x.dtype)  # one pass over x for both factors
 
@@ -232,8 +232,7 @@ def tiled_attention(q, k, v):
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
-        scores = q_i.flatten(2, 3) @ k_i.mT
-        scores = scores.unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
+        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
         mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
         weights = (scores + mask).softmax(-1)
         outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
@@ -254,14 +253,14 @@ def token_before(x):
     return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
 
 def smear(x, share):
-    """x (B, T, D) plus share (D,) of the token before (modded-nanogpt#130; 0 to 0.03 bpb less)."""
+    """x (B, T, D) plus share (D,) of the token before (modded-nanogpt#130; 0 to 0.08 bpb less)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; 0 to 0.03 bpb less with SMEAR)."""
+    what followed an earlier token (modded-nanogpt#169; 0 to 0.08 bpb less)."""
     pairs = k.size(3) // 2
-    num_kept = rope_dims // 2 or pairs // 2  # all pairs that rotate, or half of them
+    num_kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, half of them
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < num_kept, k, token_before(k))
 
@@ -286,9 +285,8 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((config.num_heads,), config.qk_gain_init))
 
     def forward(self, x, cos, sin, scale):
-        qkv = linear(x, self.c_q, self.c_k, self.c_v)
-        qkv = qkv.unflatten(-1, (sum(self.heads), -1))  # (B, T, H + 2K, C)
-        q, k, v = qkv.split(self.heads, dim=2)
+        qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
+        q, k, v = qkv.split(self.heads, dim=2)  # each (B, T, heads, C)
         if self.config.shift_keys:
             k = shift_keys(k, self.config.rope_dims)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
@@ -340,7 +338,7 @@ class LaneBlock(Block):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's: CONTROL has resid_mix.
+        self.resid_mix_lanes = nn.Parameter(shares)  # so named that AdamW trains it: see CONTROL
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -354,7 +352,7 @@ class LaneBlock(Block):
 def cross_entropy(logits, targets, limit: float):
     """F.cross_entropy of logits (B, T, V), ignore_index=-1, in few passes: a target's logit is
     a masked sum; if `limit` keeps exp from overflowing, no maximum is subtracted."""
-    log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)
+    log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)  # e^64 = 6e27
     ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
     nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
     is_counted = targets >= 0
@@ -368,7 +366,7 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # Another order draws other weights.
+        self.tok_emb = nn.Embedding(rows, width)  # The modules' order decides their random weights.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -377,7 +375,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A graph would fix a number.
+        rate = torch.zeros(()) if config.dropout else None  # Compiling would fix a float.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -405,7 +403,7 @@ class GPT(nn.Module):
         x0 = rms_norm(self.tok_emb(tokens).to(self.compute_dtype))
         if self.smear is not None:
             x0 = smear(x0, self.smear)
-        x = x0.clone()  # If x were x0 itself, block 0 would need a graph of its own.
+        x = x0.clone()  # If x were x0 itself, block 0 would be compiled once more.
         lane, skips = None, []
         for i, block in enumerate(self.blocks):
             if i == self.first_lane_block:
@@ -559,9 +557,9 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last epoch_steps steps read a whole one, number 10^6.
+        # If two epochs fit, the last epoch_steps steps read each row once, in a new order.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
-            first = 10**6 * self.rows + step % epoch_steps * self.pieces  # in a cycle
+            first = 10**6 * self.rows + step % epoch_steps * self.pieces  # of epoch 10^6
         first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
@@ -729,7 +727,7 @@ def start_ranks(config) -> Ranks:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPUs: repeatable
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
@@ -798,7 +796,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """The model's settings in a file, or {}; an artifact's unknown ones too, unless 0 or empty."""
+    """A file's model settings, or {}; also unknown ones of an artifact, if not 0, to refuse."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -909,8 +907,8 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; bytes of its tokens (V, 2); which are control tokens (V,).
-    Column 1: after a control token, so without the added space. Raises ValueError."""
+    """The tokenizer's kind; byte counts of its tokens (V, 2); which are control tokens (V,).
+    Column 1 counts no added space: for use after a control token. Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -982,14 +980,14 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # The training's graph fits, and a second one, without gradients, would hardly pay.
+        # With gradients, it runs the training's graph; compiling another would hardly pay.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
-            rows = slice(first, first + batch)
-            places = stops[rows, None] - length + np.arange(length)
-            is_scored = places >= starts[rows, None]
+            chosen = slice(first, first + batch)
+            places = stops[chosen, None] - length + np.arange(length)
+            is_scored = places >= starts[chosen, None]
             targets = np.where(is_scored, self.tokens[places + 1], np.int64(-1))
             pair = np.stack((self.tokens[places], targets))  # int64
             with torch.set_grad_enabled(reuses_graph):
@@ -1021,7 +1019,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
     if not bits:
         limits = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
         rows = rows.clamp(-limits, limits)
-        scales = (limits.clamp_min(1) if is_matrix else limits.where(limits > 0, 127)) / 127
+        scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
         scales = (limits / levels).clamp_min(1e-7).half()[:, None]
@@ -1034,7 +1032,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # else it is too coarse
+    published &= config.optimizer == "muon" and not calibration  # AdamW needs finer ones.
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1236,8 +1234,9 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # before there are moments; rate 0 keeps the weights
-    steps = trainer.config.warmup_steps * (trainer.config.iterations > trainer.clock.step == 0)
+    before = trainer.state_dict()  # has no moments: loading it drops these
+    is_new = trainer.clock.step == 0 < trainer.config.iterations
+    steps = trainer.config.warmup_steps if is_new else 0
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
             group["base_lr"] = 0.0
@@ -1328,8 +1327,8 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. A step reads 8 spans (4, 2 or 1 if it has
-    fewer rows), so that 1, 2, 4 or 8 ranks train alike. Raises ValueError."""
+    """Set the sizes of spans and micro-batches. With 1, 2, 4 or 8 ranks, a step reads 8 spans
+    (4, 2 or 1 if it has fewer rows), so that these train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1352,9 +1351,9 @@ def plan_batch(config, ranks) -> Config:
 def resolve(config, ranks) -> Config:
     """Replace automatic settings with their values. Raises ValueError."""
     device = ranks.device.type
-    other = "float16" if device == "cuda" else "float32"  # A T4 is fast in float16 only.
+    fallback = "float16" if device == "cuda" else "float32"  # without bfloat16, as on a T4
     if config.dtype == "auto":
-        config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else other)
+        config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
     if config.compile == "auto":
         modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
         config = replace(config, compile=modes[device] if config.iterations else "0")
@@ -1436,7 +1435,7 @@ def run(config, overrides: dict, source: str) -> int:
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # no strings
+                if name not in OF_RUN or not isinstance(f.default, str)]  # Run strings may differ.
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
@@ -1454,9 +1453,9 @@ def run(config, overrides: dict, source: str) -> int:
                   step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
     elif config.resume:
         log.line("RESUME=auto finds no checkpoint; starting at step 0")
-    newest = f"{config.run_id}_{clock.step:08d}.pt"
+    start = f"{config.run_id}_{clock.step:08d}.pt"
     if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
-        set_aside(*[path for path in list_checkpoints(config) if path.name > newest])
+        set_aside(*[path for path in list_checkpoints(config) if path.name > start])
     del checkpoint  # Frees the mapped file; on a CPU, the moments keep it.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
