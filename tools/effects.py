@@ -147,15 +147,21 @@ def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
     earliest. Runs may start together: of two groups that are each other's nearest, the one to which
     most others are near, then the earlier one, comes first. Wrong scores are left out."""
     groups = group_runs([run for run in runs if not run.checked])
+    contents = [group[0].content for group in groups]
+    items = [frozenset(content.items()) for content in contents]
+    seeds = [{run.seed for run in group} for group in groups]
     alike, nearest = defaultdict(list), {}
-    for place, group in enumerate(groups):
-        alike[tuple(group[0].content[name] for name in SAME)].append(place)
-    for place, other in itertools.chain(*(itertools.permutations(p, 2) for p in alike.values())):
-        changes = len(differing(groups[other][0].content, groups[place][0].content))
-        pairs = pairs_of_seeds(groups[other], groups[place])
-        if pairs and changes <= MOST_DIFFERENCES:
-            near = (changes, -len(pairs), other)
-            nearest[place] = min(near, nearest.get(place, near))
+    for place, content in enumerate(contents):
+        alike[tuple(content[name] for name in SAME)].append(place)
+    for one, two in itertools.chain(*(itertools.combinations(p, 2) for p in alike.values())):
+        shared = len(seeds[one] & seeds[two])
+        if not shared:
+            continue
+        changes = len(contents[one].keys() & contents[two].keys()) - len(items[one] & items[two])
+        if changes <= MOST_DIFFERENCES:  # as many as `differing` names
+            for place, other in ((one, two), (two, one)):
+                near = (changes, -shared, other)
+                nearest[place] = min(near, nearest.get(place, near))
     partners = {place: other for place, (_, _, other) in sorted(nearest.items())}
     near_to = Counter(partners.values())
     found = []
