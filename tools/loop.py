@@ -340,7 +340,9 @@ def draw(loop: Loop) -> None:
         reach = idea["high"] - idea["effect"] if idea["pairs"] >= LOOK_FROM else 0.0
         axes.errorbar([place], [value], yerr=[reach], fmt="o", color=color, capsize=3)
         if idea["verdict"] in colors:
-            axes.annotate(plain_label(idea["name"]) + "  ", (place, value), ha="right")
+            side = {"kept": "bottom", "measured": "top"}[idea["verdict"]]  # So labels are apart.
+            label = plain_label(idea["name"]) + "  "
+            axes.annotate(label, (place, value), ha="right", va=side)
         if idea["verdict"] == "kept":
             level += idea["effect"]
         path.append((place, level))
