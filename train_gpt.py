@@ -49,12 +49,12 @@ CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of others
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # in old files
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # parts of names, as published; some match nothing
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # Ranges; others: 0 or more.
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: 0 or more
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW trains tensors so named; exact if small
+    control_tensor_name_patterns: str = CONTROL  # AdamW's tensors; exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
@@ -130,12 +130,12 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans that a rank reads in a step (not passes); 0: 8 / ranks
+    grad_accum_steps: int = 0  # spans of a rank in a step, not passes; 0: 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
-    train_log_every: int = 200  # log ten first steps, every N-th (0: none), one at the time limit
+    train_log_every: int = 200  # log steps 1 to 10, each N-th, one at the time limit
     checkpoint_every: int = 0  # save every N steps and at the end; 0: only if stopped
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
@@ -143,7 +143,7 @@ class Config:
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # bytes of artifact and code; above: warn, raise EXPORT_CLIP if set; 0: off
+    size_cap: int = 0  # most bytes with code: else warn, raise EXPORT_CLIP if set; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -154,7 +154,7 @@ class Config:
         heads, width = self.num_heads, self.model_dim
         require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
-                f"ROPE_DIMS={self.rope_dims} must be even, below a head's {width // heads}; 0: all")
+                f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}; 0: all")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
@@ -205,7 +205,7 @@ class Ranks:
 
 # ---- Model -----------------------------------------------------------------------------
 def rms_norm(x, gain=1.0):
-    """gain * x / sqrt(mean(x^2) + float32's epsilon) over the last dimension, in x's type."""
+    """gain * x / sqrt(mean(x^2) + float32's epsilon), by the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
     return (x * (factors * gain)).to(x.dtype)  # one pass over x for both factors
 
@@ -338,7 +338,7 @@ class LaneBlock(Block):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # so named that AdamW trains it: see CONTROL
+        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, by its name: see CONTROL
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -352,7 +352,7 @@ class LaneBlock(Block):
 def cross_entropy(logits, targets, limit: float):
     """F.cross_entropy of logits (B, T, V), ignore_index=-1, in few passes: a target's logit is
     a masked sum; if `limit` keeps exp from overflowing, no maximum is subtracted."""
-    log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)  # e^64 = 6e27
+    log_sum = logits.exp().sum(-1).log() if limit <= 64 else logits.logsumexp(-1)
     ids = torch.arange(logits.size(-1), dtype=torch.int32, device=logits.device)
     nats = log_sum - logits.where(ids == targets[..., None].int(), 0).sum(-1)
     is_counted = targets >= 0
@@ -366,7 +366,7 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # The modules' order decides their random weights.
+        self.tok_emb = nn.Embedding(rows, width)  # The order decides the random weights.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -557,7 +557,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last epoch_steps steps read each row once, in a new order.
+        # If two epochs fit, the last steps read each row once, in a new order.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces  # of epoch 10^6
         first = 0 if config.overfit else first
@@ -610,8 +610,8 @@ class Trainer:
         self.ddp = self.model  # or its wrapper, if there are several ranks
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
-            self.ddp = DDP(self.model, gradient_as_bucket_view=True,
-                           forward_sync_buffers=False, bucket_cap_mb=1 << 20)  # one bucket
+            self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
+                           bucket_cap_mb=1 << 20)  # one bucket
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -796,7 +796,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, or {}; also unknown ones of an artifact, if not 0, to refuse."""
+    """A file's model settings, or {}; also an artifact's unknown ones, if not 0."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -897,7 +897,7 @@ def open_split(config, split: str) -> dict[Path, int]:
     """Each shard of "train" or "val", by name, with its token count. Raises ValueError."""
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
-    there = ", ".join(map(str, Path("data/datasets").glob("*"))) or "nothing in data/datasets"
+    there = ", ".join(map(str, Path("data/datasets").glob("*"))) or "no data set yet"
     require(paths, f"there is no {where} with *_{split}_*.bin; there is {there}; prepare a text "
             "by data/prepare.py, or fetch FineWeb by data/download.py")
     shards = {path: count_tokens(path) for path in paths}
@@ -907,7 +907,7 @@ def open_split(config, split: str) -> dict[Path, int]:
     return shards
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
-    """The tokenizer's kind; byte counts of its tokens (V, 2); which are control tokens (V,).
+    """The tokenizer's kind; byte counts of tokens (V, 2); which are control tokens (V,).
     Column 1 counts no added space: for use after a control token. Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
@@ -980,7 +980,7 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients, it runs the training's graph; compiling another would hardly pay.
+        # With gradients, it runs the training's graph: another would hardly pay.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1327,8 +1327,8 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. With 1, 2, 4 or 8 ranks, a step reads 8 spans
-    (4, 2 or 1 if it has fewer rows), so that these train alike. Raises ValueError."""
+    """Set the sizes of spans and micro-batches. With 1, 2, 4 or 8 ranks, a step reads 8
+    spans (4, 2 or 1 if it has fewer rows), so that these train alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1351,7 +1351,7 @@ def plan_batch(config, ranks) -> Config:
 def resolve(config, ranks) -> Config:
     """Replace automatic settings with their values. Raises ValueError."""
     device = ranks.device.type
-    fallback = "float16" if device == "cuda" else "float32"  # without bfloat16, as on a T4
+    fallback = "float16" if device == "cuda" else "float32"  # as on a T4
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
     if config.compile == "auto":
@@ -1434,8 +1434,9 @@ def run(config, overrides: dict, source: str) -> int:
     validation = Validation(config, ranks)
     reads = config.iterations or (exports and config.gptq_batches)
     loader = TokenLoader(config, ranks) if reads else None
+    # Strings of OF_RUN, such as paths, may differ.
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
-                if name not in OF_RUN or not isinstance(f.default, str)]  # Run strings may differ.
+                if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
     require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")

@@ -109,7 +109,7 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; there is nothing in data/datasets; prepare a text"),
+    (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; there is no data set yet; prepare a text"),
     (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
     (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
