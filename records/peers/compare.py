@@ -41,7 +41,7 @@ from tokenization import load_tokenizer  # noqa: E402
 CORES = 2
 SPEECHES_BYTES = 551_026  # of validation
 PLAYS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-CONSOLE_CHARACTERS = 20_000  # of a run's output: the first and the last of them are kept
+CONSOLE_CHARACTERS = 4_000  # of a run's output: the first and the last of them are kept
 OURS = {"repository": "", "row": 0, "step_tokens": 4096, "autocast": False}  # the model's own row
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
