@@ -48,7 +48,7 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of others
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' names
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # parts of names, as published; some match nothing
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW's tensors; exact if small
+    control_tensor_name_patterns: str = CONTROL  # parts of names: AdamW's, exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
@@ -143,7 +143,7 @@ class Config:
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes with code: else warn, raise EXPORT_CLIP if set; 0: off
+    size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP if set; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -1032,7 +1032,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
 def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # AdamW needs finer ones.
+    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1234,7 +1234,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # has no moments: loading it drops these
+    before = trainer.state_dict()  # has no moments: loading it drops those of the warm-up
     is_new = trainer.clock.step == 0 < trainer.config.iterations
     steps = trainer.config.warmup_steps if is_new else 0
     for optimizer in trainer.optimizers.values():
@@ -1351,7 +1351,7 @@ def plan_batch(config, ranks) -> Config:
 def resolve(config, ranks) -> Config:
     """Replace automatic settings with their values. Raises ValueError."""
     device = ranks.device.type
-    fallback = "float16" if device == "cuda" else "float32"  # as on a T4
+    fallback = "float16" if device == "cuda" else "float32"  # A T4 has no bfloat16.
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
     if config.compile == "auto":

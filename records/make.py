@@ -71,7 +71,8 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     values = {name.upper(): value for name, value in asdict(config).items()}
     chosen = sorted(given.keys() & {"SEED", "RUN_ID", "RESUME"})
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
-    verify.check_machine(track, options.ranks, options.ranks, "".join(common.gpu_names()[:1]), problems)
+    gpus = common.gpu_names() or [track.get("machine", "")]  # Without nvidia-smi, the log tells.
+    verify.check_machine(track, options.ranks, options.ranks, gpus[0], problems)
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
     problems.check(not folder.exists(), f"{folder} is there: choose another --name")
