@@ -5,10 +5,9 @@
     python records/make.py ... --runs RUN_ID,RUN_ID,RUN_ID    of runs in logs/ that differ in SEED
     python records/make.py --again records/track_open/2026-01-31_Wider    write its texts again
 
-After an interruption, run the same command again: the runs, NAME_seedN, are kept if they have
-finished with these settings and this script; a stopped one begins anew. To change blurb, base,
-in_turn or author, edit them in submission.json and run --again. What you write in README.md below
-the line "## Notes" is kept.
+After an interruption, run the same command again: it keeps the runs, NAME_seedN, that have finished
+with these settings and this script. To change blurb, base, in_turn or author, edit submission.json
+and run --again. What you write in README.md below the line "## Notes" is kept.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import chdir
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -34,10 +32,9 @@ import verify  # noqa: E402
 from common import ROOT, load_json, table  # noqa: E402
 from events import RULE, launcher, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
-from settings import pairs_of, read_settings  # noqa: E402
 
 # Settings of older records that the trainer does not have now.
-GONE = {"EMBED_FLOAT32", "EMA_DECAY", "MUON_SLOW_AT"}
+GONE = {"EMA_DECAY", "MUON_SLOW_AT"}
 NOTES = "\n## Notes\n"
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
@@ -46,15 +43,13 @@ BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
 
 def plan_settings(options, track: dict) -> dict[str, str]:
-    """Return the settings of the runs by name: the base's and the track's DEVICE, then those of
-    files, then the command's. Raises ValueError and OSError."""
-    settings, given = {}, {}
+    """Return the runs' settings: the base's, the track's DEVICE, then those of files and words."""
+    settings = {}
     if options.base:
         of_base = load_json(ROOT / "records" / options.base / "submission.json")["settings"]
         settings = {name: str(value) for name, value in of_base.items() if name not in GONE}
-    for word in sorted(options.settings, key=lambda word: word[:1] != "@"):
-        is_file = word.startswith("@")
-        given |= read_settings(word[1:])[0] if is_file else pairs_of([word])
+    words = train_gpt.read_words(options.settings, {})
+    given = {name: text for name, (text, _) in words.items()}
     if "DATA_PATH" in given:  # The manifest of the other data has these.
         for name in ("TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"):
             settings.pop(name, None)
@@ -65,7 +60,8 @@ def plan_settings(options, track: dict) -> dict[str, str]:
 
 def check_plan(options, folder: Path, settings: dict[str, str]):
     """Raise ValueError with the reasons known before training for which a record is refused."""
-    track, problems = load_json(folder.parent / "track.json"), verify.Findings()
+    track = load_json(folder.parent / "track.json")
+    problems = verify.Findings()
     words = [f"{name}={text}" for name, text in settings.items()]
     config, given = train_gpt.load_config(words, dict(os.environ))
     values = {name.upper(): value for name, value in asdict(config).items()}
@@ -83,8 +79,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
 
 
 def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
-    """Train the seeds that have not finished; return all RUN_IDs. Raises ValueError if a run fails,
-    and if another command trains them."""
+    """Train the seeds that have not finished; return all RUN_IDs. May raise ValueError."""
     run_ids, environment = [], dict(os.environ)
     if threads := track.get("max_threads"):
         environment["OMP_NUM_THREADS"] = str(max(1, threads // options.ranks))
@@ -103,8 +98,7 @@ def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
                                   pass_fds=[lock.fileno()]) as trainer:
                 status = trainer.wait()
             if status:
-                raise ValueError(f"{run_id} ended with status {status}; run the same command again "
-                                 "to continue")
+                raise ValueError(f"{run_id} ended with status {status}; run the same command again")
     return run_ids
 
 
@@ -112,8 +106,7 @@ def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
 
 
 def package(options, folder: Path, run_ids: list[str]):
-    """Make the record folder of finished runs, or leave nothing behind. Raises ValueError with the
-    reasons for which the logs would be refused."""
+    """Make the record folder of finished runs, or leave nothing behind. Raises as write_record."""
     start = read_events(ROOT / "logs" / f"{run_ids[0]}.jsonl")[0]
     authored = {key: getattr(options, key, value) for key, value in verify.AUTHORED.items()}
     authored |= {"track": folder.parent.name, "date": folder.name[:10],
@@ -165,54 +158,51 @@ def write_record(folder: Path, authored: dict):
 
 def render(claims: dict, base: dict) -> str:
     """Return README.md up to its notes, from submission.json and that of the base, if any."""
-    text = (f"{verify.describe_score(claims)}; {claims['val_loss']:.4f} nats per token. The score "
-            "is that of the artifact as read back from its file. At most "
+    text = (f"{verify.describe_score(claims)}; {claims['val_loss']:.4f} nats per token. At most "
             f"{claims['bytes_total']:,} bytes, {claims['bytes_code']:,} of them code; "
             f"{claims['parameters']:,} parameters.")
-    header = ("| seed | val_bpb | before export | val_loss | steps | training, s | evaluation, s | "
-              "total, s | artifact, bytes | with code |")
-    rows = [[seed, f"{r['val_bpb']:.5f}", f"{r['val_bpb_before_export']:.5f}",
-             f"{r['val_loss']:.5f}", f"{r['steps']:,}", f"{r['train_seconds']:.1f}",
-             f"{r['eval_seconds']:.1f}", f"{r['wall_seconds']:.1f}", f"{r['artifact_bytes']:,}",
-             f"{r['bytes_total']:,}"] for seed, r in claims["seed_results"].items()]
+    header = "| seed | val_bpb | before export | steps | training, s | evaluation, s | bytes |"
+    rows = [[seed, f"{r['val_bpb']:.5f}", f"{r['val_bpb_before_export']:.5f}", f"{r['steps']:,}",
+             f"{r['train_seconds']:.1f}", f"{r['eval_seconds']:.1f}", f"{r['bytes_total']:,}"]
+            for seed, r in claims["seed_results"].items()]
     lines = [f"# {claims['name'].replace('_', ' ')}", "", text, "", claims["blurb"], "",
-             *table(header, rows), "", "![curves of the seeds](curve.png)", "",
-             f"## Changes from {claims['base'] or 'the defaults'}", ""]
-    ours, theirs = claims["settings"], base["settings"] if base else {}
-    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
-    lines += table("| | before | this record |",
-                   [[name, theirs.get(name, ""), ours.get(name, "")] for name in names])
+             *table(header, rows), "", "![curves of the seeds](curve.png)", ""]
+    ours = claims["settings"]
     if base:
+        theirs = base["settings"]
+        names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+        changes = [[name, theirs.get(name, ""), ours.get(name, "")] for name in names]
         is_new = base["script_sha256"] != claims["script_sha256"]
-        lines += ["", f"`train_gpt.py`: {'changed' if is_new else 'unchanged'}. Against the base: "
-                  + verify.describe_test(claims["against_base"])]
+        lines += [f"## Changes from {claims['base']}", "",
+                  *table("| | before | this record |", changes), "",
+                  f"`train_gpt.py`: {'changed' if is_new else 'unchanged'}. Against the base: "
+                  + verify.describe_test(claims["against_base"]), ""]
     about = claims["environment"]
     ranks = about["world_size"]
-    program = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
     script = f"records/{claims['track']}/{claims['date']}_{claims['name']}/train_gpt.py"
-    command = [*program, script, *(f"{name}={value}" for name, value in ours.items())]
-    lines += ["", "## Command", "Run it from the root of the repository. It trains the seed 1337 "
-              "with this folder's script. If its data is missing, `python records/verify.py "
-              "--rerun` prints the command that gets it.", "", f"    {shlex.join(command)}", "",
+    words = [f"{name}={value}" for name, value in ours.items()]
+    command = ["python", *launcher(ranks)[1:], script, *words]
+    lines += ["## Command", "It trains the seed 1337; `verify.py --rerun` says how to get its data.",
+              "", f"    {shlex.join(command)}", "",
               f"{claims['hardware']}; ranks: {ranks}, threads of each: {about['threads']}; Python "
               f"{about['python']}, PyTorch {about['torch']}. Division: {claims['division']}."]
     return "\n".join(lines) + "\n" + NOTES
 
 
 def leaderboard(records: Path) -> str:
-    """Return README.md with the tables of all tracks: one for each division and kind of machine,
-    lowest score first."""
+    """Return README.md with the tables of all divisions and machines, lowest score first."""
     lines = []
     for path in sorted(records.glob("track_*/track.json")):
         groups = defaultdict(list)
         for record in path.parent.glob("*/submission.json"):
-            claims, name = load_json(record), record.parent.name
+            claims = load_json(record)
+            name = record.parent.name
             try:
                 cells = [*verify.describe_score(claims).split(" bits per byte, "),
                          f"{claims['bytes_total']:,}", claims["hardware"].split(" in ")[0],
                          claims["author"], f"[{name}]({path.parent.name}/{name})"]
-                row = (common.score(claims), cells)
-                groups[claims["division"], claims["machine"]].append(row)
+                group = groups[claims["division"], claims["machine"]]
+                group.append((common.score(claims), cells))
             except (LookupError, TypeError, AttributeError) as error:
                 raise ValueError(f"{record} is damaged: {error!r}") from None
         lines += [f"### [{load_json(path)['title']}]({path.parent.name})", ""]
@@ -224,11 +214,6 @@ def leaderboard(records: Path) -> str:
             lines.append("")
     before, _, rest = (records / "README.md").read_text(encoding="utf-8").partition(BEGIN)
     return "\n".join([before + BEGIN, *lines, END + rest.partition(END)[2]])
-
-
-def seeds(text: str) -> list[int]:
-    """Return the numbers of --seeds, each once. Raises ValueError."""
-    return sorted({int(seed) for seed in text.split(",")})
 
 
 def main():
@@ -244,8 +229,7 @@ def main():
         help="these --runs and the base's were trained in turn on one machine: test the difference")
     add("--author", default="", help="your name")
     add("--blurb", default="", help="what is new, in a sentence or two")
-    add("--seeds", default=[1337, 1338, 1339], type=seeds, metavar="N,N",
-        help="numbers, separated by commas (default: 1337,1338,1339)")
+    add("--seeds", default="1337,1338,1339", metavar="N,N", help="(default: 1337,1338,1339)")
     add("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes")
     add("--runs", default="", metavar="RUN_ID,...", help="package these finished runs")
     add("--again", type=Path, metavar="FOLDER", help="write its submission.json and texts again")
@@ -259,18 +243,17 @@ def main():
     try:
         if options.again:
             folder = options.again.resolve()
-            submission = load_json(folder / "submission.json")
-            write_record(folder, {key: submission.get(key, value)
-                                  for key, value in verify.AUTHORED.items()})
+            write_record(folder, {**verify.AUTHORED, **load_json(folder / "submission.json")})
         else:
             date = time.strftime("%Y-%m-%d", time.gmtime())
             folder = records / options.track / f"{date}_{options.name}"
             run_ids = options.runs.split(",")
             if not options.runs:
+                options.seeds = sorted({int(seed) for seed in options.seeds.split(",")})
                 track = load_json(folder.parent / "track.json")
                 settings = plan_settings(options, track)
-                with chdir(ROOT):  # to which the paths in the settings are relative
-                    check_plan(options, folder, settings)
+                os.chdir(ROOT)  # to which the paths in the settings are relative
+                check_plan(options, folder, settings)
                 run_ids = run_seeds(options, track, settings)
             package(options, folder, run_ids)
         accepted = verify.report(folder)

@@ -3,10 +3,8 @@
     python records/verify.py                     all folders
     python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
 
-The exit status is 1 if a folder is refused; each reason is a line. verify.py catches mistakes,
---rerun catches wrong scores, and a person who reads the changes to the script catches lies. --rerun
-runs the folder's train_gpt.py, which is the submitter's code: read it first. It also needs the
-artifacts that are too large for git: copy them into the folder.
+The exit status is 1 if a folder is refused; each reason is a line. --rerun runs the folder's
+train_gpt.py, which is the submitter's code: read it first.
 """
 
 import argparse
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from common import ROOT, compare_scores, deviation, load_json, require_packages, score  # noqa: E402
 from events import MAY_DIFFER_BETWEEN_SEEDS as MAY_DIFFER  # noqa: E402
 from events import RULE, interpreter, prepare_output, read_events  # noqa: E402
+from probe import check_artifact, check_clock, read_text  # noqa: E402
 
 SMALL_ARTIFACT = 2_000_000  # bytes; larger ones are not kept in git
 HICCUP_S = 1  # a run may pass its cap by an average step and this much
@@ -53,7 +52,6 @@ class Findings(list):
 
 def read_seed(path: Path, code: bytes, track: dict, findings: Findings) -> dict | None:
     """Return the numbers of train_seedN.log and .jsonl of a script; None if there are none."""
-    from probe import check_clock  # only here: it imports PyTorch
     name = path.stem
     try:
         script, machine, text = path.read_text(encoding="utf-8").split(f"\n{RULE}\n", 2)
@@ -81,11 +79,10 @@ def summarize(events: list[dict], machine: str, text: str, counts_windows: bool)
     score is that of rows or, where the track counts them and EVAL_STRIDE is set, of windows.
     Raises LookupError or TypeError if something is missing."""
     last = {event["event"]: event for event in events}
-    val, final = last["val"], last["final"]
+    val = last["val"]
     stride = last["config"]["config"].get("EVAL_STRIDE", 0) if counts_windows else 0
-    if stride:
-        final = {**final, **{key: last["windows"][key] for key in ("val_loss", "val_bpb")}}
-    seed = {"data_sha256": None, **last["config"], **last["export"], **final, "stride": stride}
+    counted = last["windows"] if stride else last["final"]
+    seed = {**last["config"], **last["export"], **counted, "stride": stride}
     settings = seed["config"]
     names = sorted(seed["overrides"].keys() - MAY_DIFFER)
     scored = [last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last]
@@ -94,7 +91,7 @@ def summarize(events: list[dict], machine: str, text: str, counts_windows: bool)
         "overrides": {name: settings[name] for name in names},
         "val_bpb_before_export": val["val_bpb"], "steps": seed["step"],
         "train_seconds": val["train_time_ms"] / 1000, "eval_seconds": sum(scored) / 1000,
-        "wall_seconds": seed["elapsed_s"],
+        "wall_seconds": last["final"]["elapsed_s"],
         "export_seconds": last["export"]["elapsed_s"] - val["elapsed_s"],
         "bytes_total": seed["artifact_bytes"] + seed["code_bytes"],
         "python": re.search(r"Running Python (\S+)", machine)[1],
@@ -108,10 +105,9 @@ def read_folder(folder: Path, track: dict, division: str, findings: Findings) ->
     findings.check(logs, "there is no train_seedN.log")
     seeds = [seed for path in logs if (seed := read_seed(path, code, track, findings))]
     scored = track.get("divisions", {}).get(division, {}).get("scored", {})
+    tables = {table["tokenizer_sha256"]: table for table in scored.values()}
     for seed in seeds:
-        digest = seed["settings"]["TOKENIZER_SHA256"]
-        tables = [table for table in scored.values() if table["tokenizer_sha256"] == digest]
-        seed["table"] = tables[0] if tables else {}
+        seed["table"] = tables.get(seed["settings"]["TOKENIZER_SHA256"], {})
         ratio = seed["table"].get("original_per_decoded_byte")
         seed["val_bpb_original"] = seed["val_bpb"] / ratio if ratio else None
     for seed in seeds[1:]:
@@ -155,27 +151,26 @@ def check_machine(track: dict, ranks: int, threads: int, gpu: str, findings: Fin
 
 
 def check_rules(track: dict, division: str, seeds: list[dict], findings: Findings):
-    """Apply every rule of track.json: limits, settings and the data of the division."""
-    check_request(track, division, len(seeds), seeds[0]["settings"], findings)
+    """Apply every rule of track.json. What must match between the seeds is checked of one."""
+    first = seeds[0]
+    check_request(track, division, len(seeds), first["settings"], findings)
+    threads = first["threads"] * first["world_size"]
+    check_machine(track, first["world_size"], threads, first["gpu"], findings)
+    if track.get("divisions"):
+        check_data(first, division, findings)
     for seed in seeds:
-        reasons, train_s = Findings(), seed["train_seconds"]
+        train_s = seed["train_seconds"]
         amounts = {"max_bytes": seed["bytes_total"], "max_eval_seconds": seed["eval_seconds"],
                    "max_export_seconds": seed["export_seconds"],
-                   "max_train_seconds": train_s - train_s / max(1, seed["steps"]) - HICCUP_S}
+                   "max_train_seconds": train_s - train_s / seed["steps"] - HICCUP_S}
         for rule, amount in amounts.items():
             limit = track.get(rule, math.inf)
-            reasons.check(amount <= limit, f"{rule.removeprefix('max_')} is {amount:,.9g}, more "
-                          f"than {limit:,}")
-        threads = seed["threads"] * seed["world_size"]
-        check_machine(track, seed["world_size"], threads, seed.get("gpu") or "", reasons)
-        if track.get("divisions"):
-            check_data(seed, division, reasons)
-        findings += [f"seed {seed['seed']}: {reason}" for reason in reasons]
+            findings.check(amount <= limit, f"seed {seed['seed']}: {rule.removeprefix('max_')} is "
+                           f"{amount:,.9g}, more than {limit:,}")
 
 
 def check_data(seed: dict, division: str, findings: Findings):
-    """The run must have used the division's tokenizer, scored its validation split, and trained on
-    its training split if that is pinned."""
+    """The run must have used the division's tokenizer, validation split and pinned shards."""
     table = seed["table"]
     if not findings.check(table, "the tokenizer is not one of the division's"):
         return
@@ -187,10 +182,10 @@ def check_data(seed: dict, division: str, findings: Findings):
                    f"division {division!r} for TRAIN_SEQ_LEN={length}")
     for split in ("train", "val"):
         pinned = table.get(f"{split}_shards_sha256")
-        logged = [digest for file, digest in (seed["data_sha256"] or {}).items()
+        logged = [digest for file, digest in seed["data_sha256"].items()
                   if fnmatchcase(file, f"*_{split}_[0-9]*.bin")]
-        findings.check(not pinned or logged == pinned,
-                       f"the {split} shards are not those of the division")
+        findings.check(not pinned or logged == pinned, f"the {split} shards of "
+                       f"{seed['settings']['DATA_PATH']} are not those of the division")
 
 
 # ---- submission.json ---------------------------------------------------------------------------
@@ -201,7 +196,6 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     track = load_json(folder.parent / "track.json")
     seeds = read_folder(folder, track, authored["division"], findings)
     base = load_base(folder, authored["base"], authored["division"], findings)
-    findings.check(base or not authored["in_turn"], "in_turn is true, but there is no base")
     if findings:
         return {}, seeds
     first, settings = seeds[0], seeds[0]["settings"]
@@ -209,7 +203,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {
         "val_bpb_std": deviation([seed["val_bpb"] for seed in seeds]),
-        "machine": first.get("gpu") or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}",
+        "machine": first["gpu"] or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}",
         "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds),
         "bytes_code": first["code_bytes"], "script_sha256": first["code_sha256"],
@@ -217,10 +211,10 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
         "settings": first["overrides"], "against_base": None,
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
+    is_same = base and place_of({**authored, **claims}) == place_of(base)
+    findings.check(is_same or not authored["in_turn"], "in_turn needs a base of the same machine "
+                   f"and versions, not {authored['base']!r}")
     if base:  # A p-value needs runs of one machine and sitting.
-        is_same = place_of({**authored, **claims}) == place_of(base)
-        findings.check(is_same or not authored["in_turn"], f"in_turn is true, but "
-                       f"{authored['base']} ran on another machine or with other versions")
         theirs = list(base["seed_results"].values())
         difference = statistics.mean(map(score, seeds)) - statistics.mean(map(score, theirs))
         test = compare_scores(track, seeds, theirs) if authored["in_turn"] is True else None
@@ -251,15 +245,13 @@ def load_base(folder: Path, base: str, division: str, findings: Findings) -> dic
 def read_data(settings: dict, track: dict, division: str, findings: Findings):
     """Return the validation tokens on this disk and their bytes, for all settings of a run. They,
     the shards and the tokenizer must be those of the division. Raises ValueError."""
-    from probe import read_text
-    of_division, folder = track.get("divisions", {}).get(division), Path(settings["DATA_PATH"])
+    of_division = track.get("divisions", {}).get(division)
+    folder = Path(settings["DATA_PATH"])
     shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
     if of_division and not shards:
         known = list(of_division["scored"])
-        size = str(settings["VOCAB_SIZE"]) if "{size}" in of_division["set"] else "manifest"
-        sized = [name for name in known if name.endswith(size)]
         named = [name for name in known if folder.name == f"{division}_{name}"]
-        tokenizer = (known + sized + named)[-1]
+        tokenizer = (known + named)[-1]
         hint = f"    {interpreter()} {of_division['get']}\nand set {of_division['set']}"
         hint = hint.format(tokenizer=tokenizer, size=re.sub(r"\D", "", tokenizer))
         raise ValueError(f"no DATA_PATH={folder} with *_val_*.bin. Get the data with\n{hint}")
@@ -267,21 +259,16 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
     path = ROOT / settings["TOKENIZER_PATH"]
     name = path.read_bytes() if path.is_file() else settings["TOKENIZER_PATH"].encode()
     if of_division:
-        digest = sha256(name).hexdigest()
-        tables = of_division["scored"].values()
-        table = next((table for table in tables if table["tokenizer_sha256"] == digest), {})
+        tables = {table["tokenizer_sha256"]: table for table in of_division["scored"].values()}
+        table = tables.get(sha256(name).hexdigest(), {})
         digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in shards}
-        reasons = Findings()
         check_data({"settings": settings, "data_sha256": digests, "val_tokens": len(tokens) - 1,
-                    "val_bytes": size, "table": table}, division, reasons)
-        findings += [f"DATA_PATH={folder}: {reason}" for reason in reasons]
+                    "val_bytes": size, "table": table}, division, findings)
     return tokens, size
 
 
 def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) -> list[str]:
-    """Score the artifacts of these seeds again; return a line about each. Raises ValueError if the
-    script gives no logits."""
-    from probe import check_artifact
+    """Score the artifacts of these seeds again; return a line about each. Raises ValueError."""
     track, lines = load_json(folder.parent / "track.json"), []
     text = read_data(seeds[0]["settings"], track, division, findings)
     for seed in seeds:
@@ -356,11 +343,9 @@ def describe_test(test: dict) -> str:
     """Return a difference from the base and its test in words."""
     text = f"{test['difference']:+.5f} bits per byte"
     if test["p"] is None:
-        return (f"{text}, which is not tested: that needs two seeds of each, trained in turn on "
-                "one machine.")
-    ours, theirs = test["n"]
-    return (f"{text}; trained in turn, one-sided Welch t-test of {ours} against {theirs} seeds for "
-            f"a difference of more than {test['margin']:g}: p = {test['p']:.2g}.")
+        return f"{text}, not tested: that needs two seeds of each, trained in turn on one machine."
+    return (f"{text}; trained in turn, one-sided Welch t-test for a difference of more than "
+            f"{test['margin']:g}: p = {test['p']:.2g}.")
 
 
 def report(folder: Path, again: bool = False) -> bool:
