@@ -141,7 +141,6 @@ class Config:
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
-    gptq_batches: int = 0  # calibrate rounding on N more batches (GPTQ); 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
     size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP if set; 0: off
 
@@ -211,10 +210,6 @@ def rms_norm(x, gain=1.0):
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
-    for layer in layers:
-        if hasattr(layer, "inputs_gram"):  # `calibrate` wants x^T x (D, D).
-            rows = x.detach().flatten(0, -2).float()
-            layer.inputs_gram = layer.inputs_gram + rows.mT @ rows
     weights = [layer.weight for layer in layers]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     if scale is not None:  # Scaling the output would cost more.
@@ -954,8 +949,7 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        needs_all = config.iterations or config.gptq_batches  # to score, val is enough
-        odd = sorted(there ^ listed if needs_all else there - listed)
+        odd = sorted(there ^ listed if config.iterations else there - listed)  # to score, val does
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
@@ -998,19 +992,7 @@ class Validation:
                 "eval_time_ms": ranks.now_ms() - start_ms}
 
 # ---- Export ----------------------------------------------------------------------------
-def round_gptq(rows, scales, levels: int, inputs_gram):
-    """Round rows (N, columns) / scales (N, 1) by GPTQ (arXiv:2210.17323) for inputs' x^T x."""
-    damping = 0.01 * inputs_gram.diag().mean().clamp_min(1e-7) * torch.eye(len(inputs_gram))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(inputs_gram.double() + damping))
-    triangle = torch.linalg.cholesky(inverse, upper=True).float().contiguous()
-    rows, scales, rounded = rows.clone(), scales[:, 0], torch.empty_like(rows)
-    for i, factors in enumerate(triangle):
-        rounded[:, i] = (rows[:, i] / scales).round().clamp(-levels, levels)
-        error = (rows[:, i] - rounded[:, i] * scales) / factors[i]
-        rows[:, i:] -= torch.outer(error, factors[i:])  # Later columns make up for it.
-    return rounded
-
-def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
+def quantize_tensor(tensor, bits=0, clip=0.0):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
     Bits 0 means 8 as published: clipped at percentile 99.99984, matrices' scales >= 1/127."""
     is_matrix = tensor.ndim == 2
@@ -1024,15 +1006,13 @@ def quantize_tensor(tensor, bits=0, clip=0.0, inputs_gram=None):
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
         scales = (limits / levels).clamp_min(1e-7).half()[:, None]
     rounded = (rows / scales).round().clamp(-levels, levels)
-    if inputs_gram is not None:
-        rounded = round_gptq(rows, scales, levels, inputs_gram)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
 
-def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
+def quantize(state: dict, config) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon" and not calibration  # too coarse for AdamW
+    published &= config.optimizer == "muon"  # Its scales are too coarse for AdamW's weights.
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
@@ -1044,10 +1024,10 @@ def quantize(state: dict, config, calibration=None) -> tuple[dict, int]:
         is_control = any(part and part in name for part in controls)
         if t.is_floating_point() and t.numel() > config.int8_keep_float_max_numel:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
-            options = (bits, config.export_clip, (calibration or {}).get(name))
             if published or is_control or t.ndim != 2:
-                options = ()  # as published
-            artifact["quantized"][name], artifact["scales"][name] = quantize_tensor(t, *options)
+                bits = 0
+            values, artifact["scales"][name] = quantize_tensor(t, bits, config.export_clip)
+            artifact["quantized"][name] = values
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
                 artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
@@ -1065,9 +1045,9 @@ def saved(value) -> bytes:
     torch.save(value, buffer)
     return buffer.getvalue()
 
-def pack(state: dict, config, calibration=None) -> tuple[bytes, dict]:
+def pack(state: dict, config) -> tuple[bytes, dict]:
     """The artifact's file, in the smaller of two codings, and what the log says of it."""
-    artifact, payload = quantize(state, config, calibration)
+    artifact, payload = quantize(state, config)
     raw = saved(artifact)
     packers = [zlib.compressobj(9), zlib.compressobj(9, strategy=zlib.Z_HUFFMAN_ONLY)]
     data = min((packer.compress(raw) + packer.flush() for packer in packers), key=len)
@@ -1120,21 +1100,6 @@ def write_whole(path, data: bytes):
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written: {error}") from None
-
-def calibrate(trainer, steps: list[list]) -> dict[str, Tensor]:
-    """x^T x (columns, columns) of the inputs of each weight, by its name. Collective."""
-    model, calibration = trainer.model, {}
-    layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
-    for layer in layers.values():
-        layer.inputs_gram = 0.0  # `linear` adds to it.
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        for inputs, targets in sum(steps, []):
-            model(inputs, targets)
-    for name, layer in layers.items():
-        if isinstance(layer.inputs_gram, Tensor):  # An untied embedding has none.
-            calibration[f"{name}.weight"] = trainer.ranks.sum(layer.inputs_gram).cpu()
-        del layer.inputs_gram
-    return calibration
 
 # ---- Checkpoints -----------------------------------------------------------------------
 def list_checkpoints(config, suffix=".pt") -> list[Path]:
@@ -1270,17 +1235,13 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               lr=optimizer.param_groups[0]["lr"], mem_mib=torch.cuda.max_memory_allocated() >> 20,
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
-def export(trainer, loader, validation, log):
-    """Write floats, calibrate, validate, write and load the artifact. Raises OSError."""
+def export(trainer, validation, log):
+    """Write floats, validate, write and load the artifact. Collective. Raises OSError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
-    with clock.paused():
-        if ranks.rank == 0:  # the floats first: nothing below can lose them
-            floats = saved(state)
-            write_whole(Path(config.out_dir, "final_model.pt"), floats)
-    batches = [loader.batches(clock.step + i) for i in range(config.gptq_batches)]
-    calibration = calibrate(trainer, batches) if batches else None  # on the clock
+    if ranks.rank == 0:  # the floats first: nothing below can lose them
+        floats = saved(state)
+        write_whole(Path(config.out_dir, "final_model.pt"), floats)
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1292,7 +1253,7 @@ def export(trainer, loader, validation, log):
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
         for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
             clip = 1.1**i * config.export_clip
-            data, about = pack(state, replace(config, export_clip=clip), calibration)
+            data, about = pack(state, replace(config, export_clip=clip))
             if not config.size_cap or len(data) + code_bytes <= config.size_cap:
                 break
             log.line(f"WARNING: above SIZE_CAP={config.size_cap} with EXPORT_CLIP={clip:g}")
@@ -1311,7 +1272,6 @@ Total submission size int8+zlib: {total_bytes} bytes""",
     if ranks.world_size > 1:  # The other ranks may not see the file.
         for p in trainer.model.parameters():
             dist.broadcast(p.data, 0)
-    clock.synchronize()  # All ranks learn of signals that came meanwhile.
 
 def log_final_scores(trainer, validation, log):
     """Score what the artifact holds. Raises ValueError if that is not finite."""
@@ -1432,8 +1392,7 @@ def run(config, overrides: dict, source: str) -> int:
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
-    reads = config.iterations or (exports and config.gptq_batches)
-    loader = TokenLoader(config, ranks) if reads else None
+    loader = TokenLoader(config, ranks) if config.iterations else None
     # Strings of OF_RUN, such as paths, may differ.
     settings = [getattr(config, f.name) for name, f in FIELDS.items()
                 if name not in OF_RUN or not isinstance(f.default, str)]
@@ -1465,7 +1424,9 @@ def run(config, overrides: dict, source: str) -> int:
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
-            export(trainer, loader, validation, log)  # Signals wait for its files.
+            clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
+            with clock.paused():  # Signals wait for the export's files.
+                export(trainer, validation, log)
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")

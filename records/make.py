@@ -34,7 +34,7 @@ from events import RULE, launcher, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
 
 # Settings of older records that the trainer does not have now.
-GONE = {"EMA_DECAY", "MUON_SLOW_AT"}
+GONE = {"EMA_DECAY", "GPTQ_BATCHES", "MUON_SLOW_AT"}
 NOTES = "\n## Notes\n"
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 

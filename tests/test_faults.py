@@ -383,7 +383,7 @@ def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch, data):
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_artifact(tmp_path, data):
     """SIGKILL within 0.1 s of a random line, three times; each start resumes by itself."""
     words = tiny_arguments(data, RUN_ID="run", ITERATIONS=20, VAL_LOSS_EVERY=10, CHECKPOINT_EVERY=3,
-                           RESUME="auto", LOADER="shuffled", GPTQ_BATCHES=1, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100)
+                           RESUME="auto", LOADER="shuffled", EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100)
     command = [sys.executable, str(REPOSITORY / "train_gpt.py"), *words]
     options = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = subprocess.run([*command, "OUT_DIR=whole"], timeout=240, check=True, **options).stdout.splitlines()
@@ -536,13 +536,13 @@ def test_a_gpu_without_memory_is_a_sentence_and_a_bug_a_traceback(
 # ---- Two ranks ---------------------------------------------------------------------------------------------
 
 
-PLACES = {"train_step": (train_gpt.Trainer, 2), "score": (train_gpt.Validation, 2), "calibrate": (train_gpt, 1)}
+PLACES = {"train_step": (train_gpt.Trainer, 2), "score": (train_gpt.Validation, 2), "export": (train_gpt, 1)}
 
 
 def worker(data):
     """A rank of several runs, which follow each other in this process. Only the second rank gets signals and faults."""
     is_second, leave, starts = os.environ["RANK"] == "1", os._exit, []
-    stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", GPTQ_BATCHES=2, EXPORT_BITS=5, EXPORT_CLIP=8,
+    stopped = dict(RUN_ID="run", TRAIN_BATCH_TOKENS=4096, WARMUP_STEPS=3, LOADER="shuffled", EXPORT_BITS=5, EXPORT_CLIP=8,
                    INT8_KEEP_FLOAT_MAX_NUMEL=100, CHECKPOINT_EVERY=100, RESUME="auto")
 
     def start(folder, **settings):
@@ -589,8 +589,8 @@ def two_ranks(tmp_path_factory, data):
 
 @pytest.mark.slow
 def test_two_ranks_that_are_stopped_and_started_again_make_the_same_artifact(two_ranks):
-    """As a cluster does, with the same command: in the warm-up, in a validation, and in GPTQ, which is done first. Only the
-    second rank gets the signal."""
+    """As a cluster does, with the same command: in the warm-up, in a validation, and in the export, which is done first.
+    Only the second rank gets the signal."""
     folder, result = two_ranks
     assert re.findall(r"codes of (.*)", result.stdout) == [f"{name} [143, 0]" for name in PLACES], result.stderr
     assert re.findall(r"(?:stopped: .*after|resumed:) (step:\d+)", result.stdout)[:5] == [

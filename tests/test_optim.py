@@ -148,8 +148,8 @@ def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training
         logs.append(events(tmp_path, "run"))
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert made == 4 * [0] + 4 * [graphs]  # all are made before the first of three steps
-    if kind == "blocks" and not lanes:  # more than the eight graphs of one function that PyTorch would make, and calibration
-        words = tiny_arguments(data, RUN_ID="run", NUM_LAYERS=9, COMPILE=kind, ITERATIONS=2, GPTQ_BATCHES=1)
+    if kind == "blocks" and not lanes:  # more than the eight graphs of one function that PyTorch would make
+        words = tiny_arguments(data, RUN_ID="run", NUM_LAYERS=9, COMPILE=kind, ITERATIONS=2)
         for ranks in (0, 2):
             result = run_trainer(tmp_path, *words, ranks=ranks)
             assert result.returncode == 0, result.stderr
@@ -160,7 +160,7 @@ def test_a_compiled_run_computes_the_same_and_scores_with_the_graphs_of_training
 
 
 @pytest.mark.parametrize(("kind", "val_batch", "graphs"), [("1", 4096, 1), ("1", 1024, 2), ("blocks", 1024, 6)])
-def test_calibration_and_export_make_no_graph_again(tmp_path, monkeypatch, kind, val_batch, graphs):
+def test_the_export_makes_no_graph_again(tmp_path, monkeypatch, kind, val_batch, graphs):
     """With every switch of the model. Smaller batches of validation need graphs without gradients: twice as many. Dynamo makes
     and guards them as for a GPU; what it cannot trace is an error. No kernels are compiled, which takes long."""
     made, export, compiled = [], train_gpt.export, torch.compile
@@ -170,7 +170,7 @@ def test_calibration_and_export_make_no_graph_again(tmp_path, monkeypatch, kind,
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"]), export(*arguments)))
     torch._dynamo.utils.counters.clear()
     run_here(monkeypatch, tmp_path, *tiny_arguments(
-        make_shards(tmp_path), COMPILE=kind, VAL_BATCH_SIZE=val_batch, ITERATIONS=3, GPTQ_BATCHES=1, EXPORT_BITS=6, EVAL_STRIDE=32,
+        make_shards(tmp_path), COMPILE=kind, VAL_BATCH_SIZE=val_batch, ITERATIONS=3, EXPORT_BITS=6, EVAL_STRIDE=32,
         INT8_KEEP_FLOAT_MAX_NUMEL=256, LANES=1, SMEAR=1, SHIFT_KEYS=1, EXCLUSIVE_ATTN=1, MLP_SLOPE=0.5, ROPE_DIMS=8, DROPOUT=0.1))
     made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert made == [graphs, graphs]

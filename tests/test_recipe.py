@@ -247,34 +247,3 @@ def test_as_published_rows_are_clipped_at_their_percentile_and_have_a_least_scal
     assert [found[:len(right)].tolist() for found, right in zip(values, wanted)] == wanted
     values, scale = train_gpt.quantize_tensor(rows[0] / 1000)  # A vector has no least scale.
     assert values[:3].tolist() == wanted[0] and scale.item() == pytest.approx(limit / 127_000, rel=1e-3)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_makes_up_for_each_column_in_the_later_ones(bits):
-    """By the definition, with the inverse of what is left in every step; a hundredth of the mean damps the diagonal."""
-    random, levels = np.random.default_rng(1), 2 ** (bits - 1) - 1
-    inputs, left = random.normal(size=(20, 24)) @ random.normal(size=(24, 24)), random.normal(size=(6, 24))
-    inputs[:, 5] = 0  # is never used
-    gram = inputs.T @ inputs
-    values, scales = train_gpt.quantize_tensor(torch.tensor(left), bits, 0.0, torch.tensor(gram).float())
-    np.testing.assert_allclose(scales, abs(left).max(1) / levels, rtol=1e-3)
-    gram += 0.01 * gram.diagonal().mean() * np.eye(24)
-    for i in range(24):
-        wanted = np.clip(np.rint(left[:, i] / scales.numpy()), -levels, levels)
-        assert values[:, i].tolist() == wanted.tolist()
-        inverse = np.linalg.inv(gram[i:, i:])
-        left[:, i:] -= np.outer(left[:, i] - wanted * scales.numpy(), inverse[0] / inverse[0, 0])
-
-
-def test_gptq_reads_the_text_after_the_last_step(tmp_path, monkeypatch):
-    """A model that is only exported reads its text from the beginning: here, from the place that the run had come to."""
-    text, found = np.random.default_rng(0).integers(4, 260, 6000), []
-    for name, skipped in (("trained", 0), ("same", 2 * 8 * 129), ("other", 8 * 129)):
-        data = tmp_path / name
-        data.mkdir()
-        write_shard(data / "x_train_000000.bin", np.roll(text, -skipped))
-        write_shard(data / "x_val_000000.bin", text[:100])
-        more = dict(ITERATIONS=0, INIT_FROM=tmp_path / "trained" / "final_model.pt") if skipped else dict(ITERATIONS=2)
-        run_here(monkeypatch, data, *tiny_arguments(data, EXPORT_BITS=4, GPTQ_BATCHES=2, INT8_KEEP_FLOAT_MAX_NUMEL=100, **more))
-        found.append(train_gpt.read_saved(data / "final_model.int8.ptz")["quantized"])
-    assert [all(torch.equal(w, found[0][name]) for name, w in other.items()) for other in found[1:]] == [True, False]
