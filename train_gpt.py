@@ -47,9 +47,9 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # They stop a run.
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' names
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # stop a run
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not typos of our names
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # past settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # parts of names, as published; some match nothing
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
@@ -63,7 +63,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, set by NAME in capitals. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
+    """Settings, in the default's type. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -77,7 +77,7 @@ class Config:
     mlp_mult: AtLeast1 = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
     tie_embeddings: bool = True  # use one table for input and output
     rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
-    logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; 1000 at most
+    logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; 1000: imprecise beyond
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
@@ -93,7 +93,7 @@ class Config:
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
     init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
-    optimizer: Literal["muon", "adamw"] = "muon"  # of blocks' matrices; the rest has AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; else AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, if OPTIMIZER=muon
     head_lr: float = 0.008  # learning rate of an untied output head, if OPTIMIZER=muon
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # parts of names: AdamW's, exact if small
+    control_tensor_name_patterns: str = CONTROL  # name parts: AdamW's; if small, exported exactly
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
@@ -130,7 +130,7 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of a rank in a step, not passes; 0: 8 / ranks
+    grad_accum_steps: int = 0  # spans (pieces of text) per rank and step, not passes; 0: 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -142,7 +142,7 @@ class Config:
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP if set; 0: off
+    size_cap: int = 0  # most bytes of model and code; a set EXPORT_CLIP is raised to fit; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -164,7 +164,7 @@ class Config:
 FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, training, run
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
-STORED = ["TOKENIZER_PATH", *OF_MODEL]
+STORED = ["TOKENIZER_PATH", *OF_MODEL]  # what an artifact stores
 MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
@@ -222,14 +222,14 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """Causal attention on CPUs, by quarters of q (B, K, H/K, T, C); k, v (B, K, T, C)."""
+    """For CPUs: quarters of q (B, K, H/K, T, C) skip the later k and v (B, K, T, C)."""
     outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
-        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4]) * q.size(4) ** -0.5
+        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4])  # (..., T/4, keys)
         mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
-        weights = (scores + mask).softmax(-1)
+        weights = (scores * q.size(4) ** -0.5 + mask).softmax(-1)
         outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
     return torch.cat(outputs, 3)
 
@@ -248,7 +248,7 @@ def token_before(x):
     return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
 
 def smear(x, share):
-    """x (B, T, D) plus share (D,) of the token before (modded-nanogpt#130; 0 to 0.08 bpb less)."""
+    """x (B, T, D) plus a learned share (D,) of the token before (modded-nanogpt#130)."""
     return x + share.to(x.dtype) * token_before(x)
 
 def shift_keys(k, rope_dims: int):
@@ -358,7 +358,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # auto: float32
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # "auto" in some tools
         width = config.model_dim
         rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
         self.tok_emb = nn.Embedding(rows, width)  # The order decides the random weights.
@@ -402,7 +402,7 @@ class GPT(nn.Module):
         lane, skips = None, []
         for i, block in enumerate(self.blocks):
             if i == self.first_lane_block:
-                lane = x.clone()
+                lane = x.clone()  # as above
             if i >= self.half and skips:  # An odd last block gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
@@ -528,9 +528,10 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares the shards' starts: 32 MiB in all, at least 9999 bytes of each.
+        # RESUME compares the shards' starts: 32 MiB in all, at least 8 KiB of each.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
-        starts = [np.fromfile(path, np.uint8, max(9999, 2**25 // len(paths))) for path in paths]
+        size = max(2**13, 2**25 // len(paths))
+        starts = [np.fromfile(path, np.uint8, size) for path in paths]
         self.about = {"training_tokens": self.num_tokens, "pieces": self.pieces,
                       "text_sha256": sha256(np.concatenate(starts)).hexdigest()}
 
@@ -547,14 +548,14 @@ class TokenLoader:
         return np.concatenate(parts)
 
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
-        """This rank's inputs and targets (B, T), int64, by micro-batches."""
+        """This rank's micro-batches (B, T), inputs and targets, in a run of `expected_steps`."""
         config, texts = self.config, []
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last steps read each row once, in a new order.
+        # If two epochs fit, the last steps read each row once, in the order of epoch 1e6.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
-            first = 10**6 * self.rows + step % epoch_steps * self.pieces  # of epoch 10^6
+            first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
@@ -606,7 +607,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one bucket
+                           bucket_cap_mb=1 << 20)  # one, as gradients come at once
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -679,7 +680,7 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # GPUs stay busy.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Each idles GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
             # In float16, gradients may overflow while the scale falls from 2**16 to 2**-20.
@@ -731,7 +732,7 @@ def start_ranks(config) -> Ranks:
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                    device_id=gpu, timeout=timedelta(hours=2))  # for exports
+                                    device_id=gpu, timeout=timedelta(hours=2))  # exports take long
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
@@ -744,24 +745,41 @@ def bfloat16_is_native(device: torch.device) -> bool:
     has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return device.type == "cpu" and has_units
 
+def run_attention(qkv: list[Tensor], kernel: str) -> list[Tensor]:
+    """Output and gradients for qkv by `kernel`, the only one enabled; [] if it does not run."""
+    for name, pytorchs_name in SDP_OF_ATTN.items():
+        getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            y = causal_attention(*qkv, kernel)
+            return [y, *torch.autograd.grad(y.sum(), qkv)]
+    except torch.OutOfMemoryError:  # It is a RuntimeError, too.
+        raise
+    except RuntimeError:
+        return []
+
 def choose_attention(config, device: torch.device) -> str:
-    """Enable ATTN, or the first kernel that runs 64 tokens here. Raises ValueError."""
+    """Enable ATTN, or the first kernel that agrees with `math`. Raises ValueError."""
     kernels = ["math"] if device.type == "mps" else ["flash", "cudnn", "efficient", "math"]
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
     if capability == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:  # pytorch#169849
         kernels.insert(0, "cudnn")  # It is 1.6 times as fast there.
     elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
-        kernels.insert(0, "tiled")  # Longer rows would need much memory.
+        kernels.insert(0, "tiled")  # It is slow uncompiled; longer rows need much memory.
     width = config.model_dim // config.num_heads
-    q, k = (torch.ones(1, heads, 64, width, dtype=getattr(torch, config.dtype), device=device,
-                       requires_grad=True) for heads in (config.num_heads, config.num_kv_heads))
+    most = 512 if device.type == "cpu" else 4096  # `math` takes long, or memory.
+    length = min(max(64, config.train_seq_len), most)
+    options = dict(dtype=getattr(torch, config.dtype), device=device, requires_grad=True)
+    qkv = [torch.randn(1, heads, length, width, **options)
+           for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    wanted = run_attention(qkv, "math")
     for kernel in kernels if config.attn == "auto" else [config.attn]:
-        for name, pytorchs_name in SDP_OF_ATTN.items():  # The others go off.
-            getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
-        with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
-            causal_attention(q, k, k, kernel).sum().backward()
+        got = run_attention(qkv, kernel)
+        errors = [(y - x).float().norm() / x.float().norm() for x, y in zip(wanted, got)]
+        if max(errors, default=math.inf) < 0.05:  # Rounding to bfloat16 makes 0.01.
             return kernel
-    raise ValueError(f"ATTN={config.attn} runs no {config.dtype} heads of {width}; try auto")
+    raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of {width}, "
+                     "or not as math does; try auto")
 
 def parse_value(name: str, text: str):
     """The value of a variable that is written as `text`. Raises ValueError."""
@@ -791,7 +809,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, or {}; also an artifact's unknown ones, if not 0."""
+    """A file's model settings, or {}; an artifact's unknown ones too: load_config refuses them."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -949,7 +967,8 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        odd = sorted(there ^ listed if config.iterations else there - listed)  # to score, val does
+        # A run that only scores needs no training shards.
+        odd = sorted(there ^ listed if config.iterations else there - listed)
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
@@ -974,7 +993,7 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients, it runs the training's graph: another would hardly pay.
+        # With gradients, this runs the graph compiled for training; a second hardly pays.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1012,10 +1031,10 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
 def quantize(state: dict, config) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon"  # Its scales are too coarse for AdamW's weights.
+    published &= config.optimizer == "muon"  # too coarse for AdamW's weights
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
-    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()  # no local paths
     keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
     controls = config.control_tensor_name_patterns.split(",")
@@ -1026,8 +1045,8 @@ def quantize(state: dict, config) -> tuple[dict, int]:
             bits = config.export_bits if name.startswith("blocks.") else config.embed_bits
             if published or is_control or t.ndim != 2:
                 bits = 0
-            values, artifact["scales"][name] = quantize_tensor(t, bits, config.export_clip)
-            artifact["quantized"][name] = values
+            values, scales = quantize_tensor(t, bits, config.export_clip)
+            artifact["quantized"][name], artifact["scales"][name] = values, scales
             artifact["dtypes"][name] = dtype
             if t.ndim == 2:
                 artifact["qmeta"][name] = {"scheme": "per_row", "axis": 0}
@@ -1076,7 +1095,6 @@ def load_weights(model, path: str | Path):
         state = state.get("model", state)  # of a checkpoint
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
-                # A scale for each row of a matrix; one for all values of other tensors.
                 scales = state["scales"][name].view(-1, *[1] * (values.ndim - 1))
                 fits = values.shape == model.get_parameter(name).shape
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
@@ -1167,7 +1185,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # off the clock; `signals_kept` switches gc off
+        gc.collect(1)  # only young objects, off the clock; `signals_kept` switches gc off
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1199,9 +1217,8 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # has no moments: loading it drops those of the warm-up
-    is_new = trainer.clock.step == 0 < trainer.config.iterations
-    steps = trainer.config.warmup_steps if is_new else 0
+    before = trainer.state_dict()  # Loading it restores base_lr and drops new moments.
+    steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
             group["base_lr"] = 0.0
@@ -1300,7 +1317,7 @@ def plan_batch(config, ranks) -> Config:
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # fused: a lower peak
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # of memory: fusion saves much
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
@@ -1330,7 +1347,9 @@ def resolve(config, ranks) -> Config:
 def announce(trainer, loader, validation, log, overrides: dict):
     """Log data, model and settings, in lines that begin as the published trainer's."""
     c, ranks = trainer.config, trainer.ranks
-    rates = {g["kind"]: g["base_lr"] for o in trainer.optimizers.values() for g in o.param_groups}
+    groups = sum((o.param_groups for o in trainer.optimizers.values()), [])
+    rates = {group["kind"]: group["base_lr"] for group in groups}
+    decayed = sum((group["params"] for group in groups if group["weight_decay"]), [])
     log.event("config", config={name: getattr(c, f.name) for name, f in FIELDS.items()},
               overrides=overrides, data_sha256=validation.data_sha256, torch=torch.__version__,
               val_tokens=validation.num_targets, val_bytes=validation.bytes,
@@ -1348,6 +1367,7 @@ sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDP_OF_A
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
 tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
 matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
+weight_decay:{c.weight_decay} tensors:{len(decayed)} parameters:{sum(p.numel() for p in decayed)}
 train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
@@ -1416,7 +1436,7 @@ def run(config, overrides: dict, source: str) -> int:
     start = f"{config.run_id}_{clock.step:08d}.pt"
     if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
         set_aside(*[path for path in list_checkpoints(config) if path.name > start])
-    del checkpoint  # Frees the mapped file; on a CPU, the moments keep it.
+    del checkpoint  # Frees the mapped file, unless a CPU's moments still share it.
     with signals_kept(clock):
         if config.iterations and config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
@@ -1424,7 +1444,7 @@ def run(config, overrides: dict, source: str) -> int:
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
-            clock.set(clock.step, clock.time_ms)  # The last checkpoint's time does not count.
+            clock.set(clock.step, clock.time_ms)  # without the last checkpoint's time
             with clock.paused():  # Signals wait for the export's files.
                 export(trainer, validation, log)
     if clock.stop_signal:

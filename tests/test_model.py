@@ -3,6 +3,7 @@
 import math
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,12 +183,25 @@ def test_the_kernel_that_is_left_on_is_the_one_that_is_reported(asked, wanted):
 @pytest.mark.parametrize("version, wanted", [(91500, "flash"), (91900, "cudnn")])
 def test_an_h100_takes_cudnn_unless_it_is_too_old(monkeypatch, version, wanted):
     """Older ones read beyond rows that are no multiple of 128 (pytorch#169849)."""
-    ones = torch.ones
+    randn = torch.randn
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(torch, "ones", lambda *shape, device, **like: ones(*shape, **like))
-    monkeypatch.setattr(train_gpt, "causal_attention", lambda q, *_: q)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, **like: randn(*shape, **like))
+    monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, _: q + k + v)
     assert train_gpt.choose_attention(tiny_config(attn="auto"), SimpleNamespace(type="cuda")) == wanted
+
+
+def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
+    """Here, one that loses the gradient of the values. Memory that runs out is no reason to take another kernel."""
+    plain = train_gpt.causal_attention
+    monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, kernel: plain(
+        q, k, v.detach() + 0 * v if kernel == "flash" else v, kernel))
+    assert train_gpt.choose_attention(tiny_config(attn="auto"), CPU) == "math"
+    with pytest.raises(ValueError, match="ATTN=flash does not run float32 heads of 16, or not as math does"):
+        train_gpt.choose_attention(tiny_config(attn="flash"), CPU)
+    monkeypatch.setattr(train_gpt, "causal_attention", Mock(side_effect=torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        train_gpt.choose_attention(tiny_config(attn="auto"), CPU)
 
 
 def attention_and_gradients(kernel, q, k, v, dy):

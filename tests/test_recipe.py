@@ -177,9 +177,11 @@ def test_the_log_has_the_numbers_of_the_run(run):
     """Worked out from times and steps of its own lines, and from the files; on the console as in the events."""
     config, before = run.config, (0, 0.0)
     rates = {"head": 0.0} | {kind: rate for kind, rate, _ in (rate_of(config, name) for name in run.weights[0])}
+    decayed = [w.numel() for name, w in run.weights[0].items() if rate_of(config, name)[2]]
     assert f"\nmodel_params:{sum(w.numel() for w in run.weights[0].values())}\n" in run.shown
     assert (f"\ntie_embeddings:{config.tie_embeddings} embed_lr:{rates['embed']} head_lr:{rates['head']} "
-            f"matrix_lr:{rates['matrix']} scalar_lr:{rates['scalar']}\ntrain_batch_tokens:1024 train_seq_len:32 "
+            f"matrix_lr:{rates['matrix']} scalar_lr:{rates['scalar']}\nweight_decay:{config.weight_decay} "
+            f"tensors:{len(decayed)} parameters:{sum(decayed)}\ntrain_batch_tokens:1024 train_seq_len:32 "
             "iterations:12 warmup_steps:1 max_wallclock_seconds:0.000\nseed:7\n") in run.shown
     assert list(run.steps) == [*range(1, 11), 12] and list(run.scores) == [0, 5, 10, 12]
     for step, event in run.steps.items():

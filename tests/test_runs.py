@@ -118,7 +118,7 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
     (dict(OUT_DIR="a.model"), "File exists: 'a.model'"),
     (dict(TOKENIZER_PATH="a.model"), "TOKENIZER_PATH='a.model' cannot be read: "),
     (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: "),
-    (dict(ATTN="cudnn"), "ATTN=cudnn runs no float32 heads of 16; try auto")])
+    (dict(ATTN="cudnn"), "ATTN=cudnn does not run float32 heads of 16, or not as math does; try auto")])
 def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
     if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
         pytest.skip("MPS is there")

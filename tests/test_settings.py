@@ -26,7 +26,7 @@ OTHERS = {  # where the rule of `other_value` does not do: a value, and what bot
     "CONTROL_TENSOR_NAME_PATTERNS": "q_gain"}
 REFUSED = {  # a value, and the error
     "TOKENIZER_PATH": ("none.model", "none.model.* cannot be read"), "TOKENIZER_SHA256": ("0", "TOKENIZER_SHA256=0"),
-    "VOCAB_SIZE": ("300", "VOCAB_SIZE=300"), "ATTN": ("cudnn", "ATTN=cudnn runs no float32"),
+    "VOCAB_SIZE": ("300", "VOCAB_SIZE=300"), "ATTN": ("cudnn", "ATTN=cudnn does not run float32"),
     "DEVICE": ("mps" if torch.cuda.is_available() else "cuda", "is not available here")}
 # What depends on the clock or on the lengths of names, and what only repeats a setting.
 LEFT_OUT = {"elapsed_s", "train_time_ms", "step_avg_ms", "tok_per_sec", "eval_time_ms", "mem_mib", "file", "bytes", "raw_bytes",
