@@ -136,7 +136,7 @@ class Config:
     val_batch_size: int = 524288  # score up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
     train_log_every: int = 200  # log steps 1 to 10, each N-th, one at the time limit
-    checkpoint_every: int = 0  # save every N steps and at the end; 0: only if stopped
+    checkpoint_every: int = 0  # save every N steps and at the end; 0: if stopped once
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
@@ -663,7 +663,8 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves = config.checkpoint_every and (is_done or is_due(clock.step, config.checkpoint_every))
+        is_end = is_done and (config.checkpoint_every or saved_step)  # RESUME never goes back.
+        saves = is_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: what follows can take long
             saved_step = clock.step
@@ -1208,7 +1209,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping soon; Ctrl-\\ stops now; torchrun waits 30 s\n")
+                os.write(2, b"stopping soon; Ctrl-\\ stops now (torchrun: in 30 s)\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
@@ -1344,9 +1345,9 @@ def resolve(config, ranks) -> Config:
                    attn=choose_attention(config, ranks.device), tokenizer_sha256=digest,
                    fused=config.fused and device != "mps")
 
-def announce(trainer, loader, validation, log, overrides: dict):
+def announce(trainer, loader, validation, log, overrides: dict, resumed_from=""):
     """Log data, model and settings, in lines that begin as the published trainer's."""
-    c, ranks = trainer.config, trainer.ranks
+    c, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     groups = sum((o.param_groups for o in trainer.optimizers.values()), [])
     rates = {group["kind"]: group["base_lr"] for group in groups}
     decayed = sum((group["params"] for group in groups if group["weight_decay"]), [])
@@ -1374,6 +1375,11 @@ max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
     if c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
         log.line("the defaults are for eight GPUs; on a CPU, take @records/presets/quick.env")
+    if resumed_from:
+        log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
+                  step=clock.step, train_time_ms=clock.time_ms, file=resumed_from)
+    elif c.resume:
+        log.line("RESUME=auto finds no checkpoint; starting at step 0")
 
 def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
@@ -1427,12 +1433,7 @@ def run(config, overrides: dict, source: str) -> int:
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
-    announce(trainer, loader, validation, log, overrides)
-    if checkpoint:
-        log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
-                  step=clock.step, train_time_ms=clock.time_ms, file=checkpoint["path"])
-    elif config.resume:
-        log.line("RESUME=auto finds no checkpoint; starting at step 0")
+    announce(trainer, loader, validation, log, overrides, checkpoint.get("path"))
     start = f"{config.run_id}_{clock.step:08d}.pt"
     if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
         set_aside(*[path for path in list_checkpoints(config) if path.name > start])
@@ -1462,6 +1463,7 @@ def main() -> int:
         settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
         print(__doc__, re.sub(r"\n    \w+:", lambda match: match[0].upper(), settings))
         return 0
+    warnings.formatwarning = lambda text, kind, *place: f"{kind.__name__}: {text}\n"
     status = 1
     try:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)

@@ -116,6 +116,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, monkeypatch, d
         assert losses(resumed) == [entry for entry in losses(plain) if entry[1] > step or entry[:2] == ("val", step)]
         assert artifacts(tmp_path / str(step)) == artifacts(tmp_path / "plain")
         assert f"resumed: step:{step} train_time:" in capsys.readouterr().out
+        assert [e["step"] for e in resumed if e["event"] == "checkpoint"] == [9]  # RESUME=auto would not go back
 
 
 def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(checkpointed, whole, monkeypatch, data, capsys):
@@ -132,7 +133,8 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     assert f"warning: checkpoint {six.relative_to(checkpointed)} cannot be used" in out
     assert next(e for e in log if e["event"] == "resume")["step"] == 3 and artifacts(checkpointed) == artifacts(whole)
     kept = list((checkpointed / "checkpoints").glob("run_0000000[69].*.pt"))
-    assert len(kept) == 2 and not six.exists() and not nine.exists()  # they were later than the resumed one: set aside
+    assert len(kept) == 2 and not six.exists()  # They were later than the resumed one: set aside.
+    assert read_checkpoint(nine)["step"] == 9  # that of the resumed run's end
     nine.write_bytes(b"PK")
     for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is of another version"}.items():
         with pytest.raises(SystemExit, match=f"RESUME={name}: no usable checkpoint"):

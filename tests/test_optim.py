@@ -252,7 +252,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
     loader, validation = train_gpt.TokenLoader(trainer.config, one_process()), types.SimpleNamespace(score=score, label="")
     log = train_gpt.RunLog("timed", "", is_main=True)
     train_gpt.train(trainer, loader, validation, log)
-    train_gpt.export(trainer, loader, validation, log)
+    train_gpt.export(trainer, validation, log)
     for step, (_, elapsed_ms) in enumerate(trainer.begun):
         assert elapsed_ms == pytest.approx(sum(durations[:step]))
         warmdown_ms, left_ms = 30 * (elapsed_ms / max(step, 1)), 60_000 - elapsed_ms

@@ -536,7 +536,7 @@ def conclude(outcome: Outcome) -> None:
     summary = summarize(log)
     if outcome.status > 128:
         name = signal.Signals(outcome.status - 128).name
-        print(f"Stopped by {name} after {progress.step:,} steps and {progress.time_s:,.0f} s.")
+        print(f"Stopped by {name} after {progress.step:,} steps.")
     elif outcome.status:
         print(f"The run failed after {progress.step:,} steps; the error is above.")
     elif "final_model" in summary:
