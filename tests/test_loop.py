@@ -252,14 +252,16 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(root)], check=True)
     for file in (REPOSITORY / "tools").glob("*.py"):  # as they are here
         (root / "tools" / file.name).write_bytes(file.read_bytes())
+    source, pairs = (root / "tools/loop.py").read_text(), "SCREENED, CONFIRMED, CLAIMED = 4, 16, 6"
+    assert pairs in source
+    (root / "tools/loop.py").write_text(source.replace(pairs, "SCREENED, CONFIRMED, CLAIMED = 1, 16, 2"))
     (root / "train_gpt.py").write_bytes((REPOSITORY / "train_gpt.py").read_bytes())
     data = make_shards(tmp_path)
     ideas.mkdir()
     (ideas / "rate.env").write_text("TIED_EMBED_LR=0.05")
     (ideas / "typo.env").write_text("TIED_EMBED=0.05")
-    source = (root / "train_gpt.py").read_text()
-    (ideas / "same.py").write_text(source.replace("4.7750", "4.775"))
-    settings = tiny_arguments(data, ITERATIONS=20, TIED_EMBED_LR=0.0001)
+    (ideas / "same.py").write_bytes((root / "train_gpt.py").read_bytes())
+    settings = tiny_arguments(data, ITERATIONS=20, VAL_LOSS_EVERY=0, TIED_EMBED_LR=0.0001)
     command = [sys.executable, str(root / "tools/loop.py"), str(ideas), "--jobs", "2", "--diff", "0.01", "--finish",
                "--settings", *settings, "SEED=5"]
 
