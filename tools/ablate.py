@@ -3,7 +3,7 @@
     python tools/ablate.py base 'relu MLP_SLOPE=0' 'mine script=ideas/mine.py' \\
         --base records/presets/cpu_1mb.env \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
-    python tools/ablate.py tried [WORD]      list the comparisons that the logs hold
+    python tools/ablate.py tried      list the comparisons so far, which are kept in logs/tried
 
 A variation is a name and its settings; script=FILE trains another script. The first one is what the
 others are compared with. All train with seed after seed, until each gets a verdict:
@@ -20,9 +20,9 @@ others are compared with. All train with seed after seed, until each gets a verd
     failed     a run failed
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
-the same script (except comments), settings, data, seed, PyTorch and GPU are not repeated, so a
-command that was stopped can be given again; with --seconds and no GPU, the CPU must be the same,
-too. loop.py tries one idea after another and keeps what helps.
+the same script, settings, data, seed, PyTorch and GPU are not repeated, so a command that was
+stopped can be given again; with --seconds and no GPU, the CPU must be the same, too. loop.py tries
+one idea after another and keeps what helps.
 
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation, a mistake in the
 command or a full disk, 3 if a run failed (even if others are invalid), 130 if stopped.
@@ -44,22 +44,23 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 
 from common import (
-    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, require_packages, table,
+    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, require_packages, run_command,
+    table, write_whole,
 )
 from effects import (
-    ERROR, MOST_PAIRS, SAME, Effect, Run, compare_all, content_of, correct_for_selection,
-    differences_of, differing, judge_all, limits_of, note_check, p_of, pairs_of_seeds, read_run,
-    read_runs,
+    ERROR, MOST_PAIRS, Effect, Run, content_of, correct_for_selection, differences_of, judge_all,
+    limits_of, note_check, pairs_of_seeds, read_run, read_runs,
 )
-from events import check_logs, limited, prepare_output, read_events
+from events import MODEL_FILE, check_logs, limited, prepare_output, read_events
 from settings import pairs_of, read_settings
 
 LOGS = ROOT / "logs"
-ROW = "| change | length | verdict | effect (90 % interval) | pairs | spread of a pair |"
+HEADER = ("| change | length | verdict | effect (90 % interval) | pairs | spread of a pair | name |"
+          " base | text |")
 BUSY = 0.6  # load of a core; a program that ended a minute ago still counts a third
 FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RUN_ID", "OUT_DIR",
            "RESUME"}
@@ -80,19 +81,21 @@ class Arm:
     effect: Effect | None = None  # by which it was judged
 
     def has(self, run: Run | None, seed: int) -> bool:
-        """Whether a run is of this arm with this seed. Files without a digest in its log must be
-        older than the run."""
-        if run is None or run.seed != seed or differing(run.content, self.content):
+        """Whether a run is of this arm with this seed. It must be younger than what it read: files
+        may change under one name, and shards under an old manifest."""
+        if run is None or run.seed != seed or run.content != self.content:
             return False
-        config, digests = self.plan["config"], self.plan["data_sha256"].values()
-        files = [config["INIT_FROM"]] if config["INIT_FROM"] else []
-        files += [] if digests and all(digests) else Path(config["DATA_PATH"]).glob("*.bin")
-        return run.began > max((Path(file).stat().st_mtime for file in files), default=0)
+        config = self.plan["config"]
+        files = [*Path(config["DATA_PATH"]).glob("*.bin")]
+        if config["INIT_FROM"]:
+            files.append(Path(config["INIT_FROM"]))
+        return run.began > max((file.stat().st_mtime for file in files), default=0)
 
     def tag(self) -> str:
-        """Return digests for RUN_IDs: of the content and, if it counts, of the CPU's name."""
+        """Return digests for RUN_IDs and the ledger: of the content and, if it counts, of the CPU's
+        name."""
         digest = sha256(repr(sorted(self.content.items())).encode()).hexdigest()[:6]
-        return f"{digest}_on_{self.content['cpu']}" if self.content["cpu"] else digest
+        return f"{digest}_on_{self.content['cpu']}" if self.content.get("cpu") else digest
 
     def add(self, runs: list[Run]) -> None:
         """Take the runs that are of this arm."""
@@ -186,8 +189,6 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
             arm.verdict, arm.reason = "invalid", arm.plan["reason"]
     if arms[0].verdict:
         raise ValueError(f"{arms[0].name} is {arms[0].verdict}: {arms[0].reason}")
-    for folder in {arm.plan["config"]["DATA_PATH"] for arm in arms if arm.plan}:
-        check_shards(Path(folder))
 
 
 def check_against(first: Arm, arm: Arm) -> None:
@@ -200,28 +201,13 @@ def check_against(first: Arm, arm: Arm) -> None:
         raise ValueError(f"{arm.name} is scored on another text than {first.name}")
 
 
-def text_of(plan: dict) -> int | list:
-    """Return what tells a validation text from others: its bytes, whatever the tokenizer; if no
-    manifest has them, the digests of its shards, or the bytes that are scored."""
-    manifest = Path(plan["config"]["DATA_PATH"], "manifest.json")
+def text_of(plan: dict) -> int | str:
+    """Return what tells a validation text from others: its bytes, whatever the tokenizer, or the
+    folder, if no manifest has them."""
+    folder = plan["config"]["DATA_PATH"]
+    manifest = Path(folder, "manifest.json")
     splits = load_json(manifest)["splits"] if manifest.exists() else {"val": {}}
-    shards = [digest for name, digest in plan["data_sha256"].items() if "_val_" in name]
-    return splits["val"].get("decoded_bytes") or (all(shards) and shards) or plan["val_bytes"]
-
-
-def check_shards(folder: Path) -> None:
-    """Raises ValueError if a shard that is newer than its manifest is not the one that it lists."""
-    manifest = folder / "manifest.json"
-    splits = load_json(manifest)["splits"] if manifest.exists() else {}
-    for entry in [entry for split in splits.values() for entry in split["shards"]]:
-        shard = folder / entry["file"]
-        if not entry.get("sha256") or shard.stat().st_mtime <= manifest.stat().st_mtime:
-            continue
-        with shard.open("rb") as file:
-            found = file_digest(file, "sha256").hexdigest()
-        if found != entry["sha256"]:
-            raise ValueError(f"{shard} is not the shard that {manifest} lists: prepare the data "
-                             "again")
+    return splits["val"].get("decoded_bytes", folder)
 
 
 # ---- Runs ------------------------------------------------------------------------------
@@ -271,18 +257,13 @@ class Runner:
         finally:
             self.places.put(place)
 
-    def minutes_for(self, trials: list[tuple[Arm, int]]) -> str:
-        """Return how long the trials will take, if runs of this command, or of such a length,
-        tell."""
-        if not trials:
-            return ""
-        wanted = trials[0][0].content
-        known = self.took or [run.log.stat().st_mtime - run.began for run in self.runs
-                              if all(run.content[name] == wanted[name] for name in SAME)]
+    def minutes_for(self, count: int, arms: list[Arm]) -> str:
+        """Return how long this many runs will take, if runs of this command or of the arms tell."""
+        runs = [run for arm in arms for run in arm.runs]
+        known = self.took or [run.log.stat().st_mtime - run.began for run in runs]
         if not known:
-            return ("; the first ones will tell how long they take. Each compiles first: for a "
-                    "trial of a minute, add COMPILE=0")
-        seconds = math.ceil(len(trials) / self.jobs) * statistics.median(known)
+            return "; the first ones will tell how long they take"
+        seconds = math.ceil(count / self.jobs) * statistics.median(known)
         return f", about {seconds / 60:.1f} min"
 
     def train(self, trial: tuple[Arm, int]) -> None:
@@ -325,14 +306,13 @@ class Runner:
 
 def model_of(run: Run) -> Path:
     """Return the path of the artifact that a run in logs/ has left."""
-    import train_gpt
-    return run.log.with_suffix("") / train_gpt.MODEL_FILE
+    return run.log.with_suffix("") / MODEL_FILE
 
 
 def check_scores(arm: Arm) -> None:
     """Score the artifacts of the arm's runs again, by the logits of its script, on this checkout's
-    validation text. If a log has another score, the arm is invalid, and so are its other runs: a
-    probe before training does not see everything. Runs without an artifact stay unchecked."""
+    validation text. If a log has another score, the arm is invalid: a probe before training does not
+    see everything. Runs without an artifact stay unchecked."""
     from probe import check_artifact, read_text
     for run in arm.runs:
         if arm.verdict or run.checked is not None or not model_of(run).exists():
@@ -344,13 +324,10 @@ def check_scores(arm: Arm) -> None:
         except ValueError as error:  # perhaps for lack of memory: not for the log
             arm.verdict, arm.reason = "invalid", str(error)
             return
-        checked = [run]
+        run.checked = reason
+        note_check(run.log, reason)
         if reason:
-            arm.verdict, arm.reason, checked = "invalid", reason, arm.runs
-        for one in checked:
-            note_check(one.log, reason)
-        logs = {one.log for one in checked}
-        arm.runs = [one._replace(checked=reason) if one.log in logs else one for one in arm.runs]
+            arm.verdict, arm.reason = "invalid", reason
 
 
 def missing_runs(arms: list[Arm], seeds) -> list[tuple[Arm, int]]:
@@ -368,21 +345,18 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     for arm in arms:
         arm.add(runner.runs)
     trials = missing_runs(arms, seeds)
-    count = f"{len(trials)} runs" if trials else "all runs are there"
-    runner.say(f"{count}, for seeds up to {max(seeds)}{runner.minutes_for(trials)}")
+    minutes = runner.minutes_for(len(trials), arms)
+    runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{minutes}")
     list(runner.pool.map(runner.train, trials))
     for arm in arms:
         arm.add(runner.runs)
         check_scores(arm)
-    checked = {run.log: run for arm in arms for run in arm.runs}
-    runner.runs = [checked.get(run.log, run) for run in runner.runs]
 
 
 def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
     """Train the arms with more and more seeds, until all have a verdict."""
     first, *rest = arms
-    seed, count = first.plan["config"]["SEED"], min(2, options.most_seeds)
-    family = 1 if options.error == "each" else len(rest)
+    seed, count = first.plan["config"]["SEED"], 2
     while undecided := [arm for arm in rest if not arm.verdict]:
         train_all([first, *undecided], range(seed, seed + count), runner)
         for arm in undecided:
@@ -393,10 +367,12 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
             elif not arm.verdict:
                 arm.effect = limits_of(differences_of(pairs))
         judged = [arm for arm in rest if arm.effect and arm.verdict not in ("invalid", "failed")]
-        verdicts = judge_all([arm.effect for arm in judged], options.diff, family)
+        verdicts = judge_all([arm.effect for arm in judged], options.diff, len(rest))
         for arm, verdict in zip(judged, verdicts):
             if not arm.verdict and (verdict != "undecided" or count == options.most_seeds):
                 arm.verdict = verdict
+        for arm in rest:
+            note_tried(first, arm, options.most_seeds)
         more = max(1, options.jobs // (1 + len(undecided)))
         count = min(options.most_seeds, count + more)
 
@@ -405,15 +381,15 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
 
 
 def facts_of(first: Arm, arm: Arm, most: int) -> dict:
-    """Return what is known of an arm with at most this many pairs, for --json."""
-    facts = {"name": arm.name, "verdict": arm.verdict, "reason": arm.reason}
-    pairs = pairs_of_seeds(first.runs, arm.runs)
-    if not pairs or arm.verdict in ("invalid", "failed"):
+    """Return what is known of an arm with at most this many pairs, for --json and `tried`."""
+    facts = {"name": arm.name, "verdict": arm.verdict or "undecided", "reason": arm.reason}
+    if arm.verdict in ("invalid", "failed"):
         return facts
-    effect = arm.effect
-    facts |= {"effect": effect.mean, "pairs": effect.pairs, "spread": effect.spread}
-    if effect.pairs > 1:
-        facts |= {"low": effect.low, "high": effect.high, "p": effect.p}
+    effect, pairs = arm.effect, pairs_of_seeds(first.runs, arm.runs)
+    facts |= {"change": arm.given, "base": first.given or first.name, "data": arm.content["data"],
+              "text": Path(arm.plan["config"]["DATA_PATH"]).name, "length": length_of(arm.content),
+              "effect": effect.mean, "low": effect.low, "high": effect.high, "p": effect.p,
+              "pairs": effect.pairs, "spread": effect.spread}
     if arm.verdict == "better":
         facts["effect_corrected"] = correct_for_selection(effect, most)
     return {**facts, "logs": [[str(run.log) for run in pair] for pair in pairs],
@@ -429,19 +405,15 @@ def sentence(facts: dict, diff: float) -> str:
         return begin + facts["reason"]
     if not (facts["effect"] or facts["spread"]):
         return f"{begin}its scores are those of the first one: is it switched on?"
-    pairs = facts["pairs"]
-    text = f"{facts['effect']:+.4f} bits per byte"
-    if pairs > 1:
-        text += f" (90 % interval {facts['low']:+.4f} to {facts['high']:+.4f})"
-    text += f", {pairs} pair{'s' * (pairs > 1)} of seeds"
+    text = ("{effect:+.4f} bits per byte (90 % interval {low:+.4f} to {high:+.4f}), {pairs} pairs of "
+            "seeds".format(**facts))
     if facts["verdict"] == "no gain":
-        is_worse = facts.get("low", 0) > 0
-        text = f"it is worse: {text}" if is_worse else f"of {diff:g} or more: {text}"
+        text = f"it is worse: {text}" if facts["low"] > 0 else f"of {diff:g} or more: {text}"
     if facts["verdict"] == "better":
         text += f"; without what the selection adds {facts['effect_corrected']:+.4f}"
     if facts["verdict"] == "better" and facts["spread"] > diff:
         text += "; pairs vary by more than --diff, so rare bad runs may have been missed"
-    if facts["verdict"] == "undecided" and pairs > 1:
+    if facts["verdict"] == "undecided":
         text += f"; p = {facts['p']:.2g}"
     ratios = facts["step_ratios"]
     text += f"; a step takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
@@ -458,29 +430,40 @@ def length_of(content: dict) -> str:
     return f"{seconds:g} s" if seconds else f"{content['ITERATIONS']:,} steps"
 
 
-def row_of(facts: dict, arm: Arm) -> list:
-    """Return a verdict as a row of records/ablations.md."""
-    effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts).replace("-", "−")
-    return [f"`{arm.given}`", length_of(arm.content), facts["verdict"], effect, facts["pairs"],
-            f"{facts['spread']:.4f}"]
+def note_tried(first: Arm, arm: Arm, most: int) -> None:
+    """Keep what is known of an arm in the ledger, or take it back if it is invalid or failed."""
+    file = LOGS / "tried" / f"{first.tag()}_{arm.tag()}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    facts = facts_of(first, arm, most)
+    if "effect" in facts:
+        write_whole(file, json.dumps(facts))
+    else:
+        file.unlink(missing_ok=True)
 
 
-def count_better(tried: list[list[tuple[Run, Run]]]) -> str:
+def read_tried() -> list[dict]:
+    """Return what the ledger has of each comparison, the newest last."""
+    files = sorted((LOGS / "tried").glob("*.json"), key=lambda file: file.stat().st_mtime)
+    return [load_json(file) for file in files]
+
+
+def count_better(tried: list[dict]) -> str:
     """Return how many comparisons look better, and how many of them may be false."""
-    better = sum(p_of(differences_of(pairs))[-1] <= ERROR for pairs in tried)
+    better = sum(facts["p"] <= ERROR for facts in tried)
     return (f"{better} look better one by one (p <= {ERROR:g}), as about "
             f"{ERROR * len(tried):.1f} would without any effect")
 
 
-def count_tried(first: Arm, runs: list[Run]) -> str:
-    """Return how many ideas the logs compared on the text of an arm, and how many look better. Runs
-    that start together may be in either order: the arm is never the idea."""
-    tried = []
-    for pairs in compare_all(runs):
-        if pairs[0][0].content["data"] == first.content["data"]:
-            is_idea = differing(pairs[0][1].content, first.content)
-            tried.append(pairs if is_idea else [pair[::-1] for pair in pairs])
-    return f"ideas tried on this text, by the logs: {len(tried)}; {count_better(tried)}"
+def list_tried() -> list[str]:
+    """Return a table of the comparisons so far, the newest last."""
+    rows, tried = [], read_tried()
+    for facts in tried:
+        effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts)
+        rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"],
+                     effect.replace("-", "−"), facts["pairs"], f"{facts['spread']:.4f}",
+                     facts["name"], facts["base"], facts["text"]])
+    about = f"Each interval holds for itself. Of all {len(tried)}, {count_better(tried)}. "
+    return [f"{about}The first six cells are for records/ablations.md.\n", *table(HEADER, rows)]
 
 
 def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
@@ -491,37 +474,11 @@ def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
         return
     print("\n".join(sentence(facts, options.diff) for facts in rows))
     if len(rows) > 1:
-        how = ": with 5 % each" if options.error == "each" else " together, by Holm's procedure"
-        print(f"5 % for a false \"better\" of {len(rows)} comparisons{how}; intervals are of each")
-    print(f"against {first.name}; {count_tried(first, runner.runs)}")
+        print(f"5 % for a false \"better\" of {len(rows)} comparisons together, by Holm's procedure; "
+              "intervals are of each")
+    tried = [facts for facts in read_tried() if facts["data"] == first.content["data"]]
+    print(f"against {first.name}; ideas tried on this text: {len(tried)}; {count_better(tried)}")
     print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one")
-    judged = [row_of(facts, arm) for facts, arm in zip(rows, arms) if facts.get("pairs", 0) > 1]
-    if judged:
-        print("for records/ablations.md, with the base and the text above the table:")
-        print("\n".join(table(ROW, judged)[2:]))
-
-
-def list_tried(word: str) -> list[str]:
-    """Return a table of the comparisons that the logs hold, the newest last, of those with `word`
-    in their line."""
-    rows, tried = [], compare_all(read_runs(LOGS))
-    for pairs in tried:
-        first, second = pairs[0]
-        one, two = first.content, second.content
-        changes = [f"{name} {one[name]} -> {two[name]}" for name in differing(one, two)]
-        added = sorted(two.keys() - one.keys())  # the settings of an edited script
-        changes += [f"{name}={two[name]}" for name in added if two[name]]
-        effect = limits_of(differences_of(pairs))
-        interval = f"{effect.low:+.4f} to {effect.high:+.4f}" if len(pairs) > 1 else ""
-        row = [second.log.stem, ", ".join(changes), f"{effect.mean:+.4f}", interval, len(pairs),
-               length_of(two), second.text, two["machine"]]
-        if word.lower() in " ".join(map(str, row)).lower():
-            rows.append(row)
-    if not rows:
-        return [f"no comparison in {LOGS} has {word!r}"]
-    about = f"Each interval holds for itself. Of all {len(tried)}, {count_better(tried)}.\n"
-    header = "| log | what differs | effect | 90 % interval | pairs | length | text | machine |"
-    return [about, *table(header, rows)]
 
 
 def shared_options(description: str) -> argparse.ArgumentParser:
@@ -546,12 +503,9 @@ def shared_options(description: str) -> argparse.ArgumentParser:
 def main() -> int:
     parser = shared_options(__doc__)
     parser.add_argument("variations", nargs="*", metavar="'NAME [script=FILE] VARIABLE=value ...'",
-                        help="or: tried [WORD]")
-    parser.add_argument("--most-seeds", type=int, choices=range(1, MOST_PAIRS + 1), default=12,
+                        help="or: tried")
+    parser.add_argument("--most-seeds", type=int, choices=range(2, MOST_PAIRS + 1), default=12,
                         metavar="N", help="seeds of a variation (default: %(default)s)")
-    parser.add_argument("--error", choices=("family", "each"), default="family",
-                        help="whether the 5 %% for a false \"better\" hold for all variations "
-                        "together (the default), or for each")
     parser.add_argument("--seconds", type=limited(0), default=0, metavar="N",
                         help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--json", action="store_true",
@@ -563,10 +517,9 @@ def main() -> int:
     if not options.variations:
         parser.error("give at least two variations: base 'NAME VARIABLE=value'")
     require_packages()
-    if options.variations[0] == "tried":
-        print("\n".join(list_tried(" ".join(options.variations[1:]))))
+    if options.variations == ["tried"]:
+        print("\n".join(list_tried()))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     output = sys.stderr if options.json else sys.stdout
     runner = Runner(options.jobs, lambda text: print(text, file=output, flush=True),
                     60 * options.patience)
@@ -580,12 +533,9 @@ def main() -> int:
                 check_against(arms[0], arm)
             runner.runs = read_runs(LOGS)
             train_until_clear(arms, runner, options)
-    except (OSError, ValueError) as error:
-        print(f"ablate.py: {error}", file=sys.stderr)
-        return 2
+        report(arms[0], arms[1:], runner, options)
     finally:
         runner.stop()
-    report(arms[0], arms[1:], runner, options)
     verdicts = {arm.verdict for arm in arms[1:]}
     if "failed" in verdicts:
         return 3
@@ -594,9 +544,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     prepare_output(ends_with_reader=sys.argv[1:2] == ["tried"])
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("ablate.py: stopped; the same command goes on, and keeps the runs that have finished",
-              file=sys.stderr)
-        sys.exit(130)
+    run_command(main)

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,21 @@ def require_packages() -> None:
         sys.exit(2)
 
 
+def run_command(main) -> None:
+    """Run `main`, and exit with the status that it returns: 2 after a mistake or with a full disk, 130 if it is stopped."""
+    name = Path(sys.argv[0]).name
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        status = main()
+    except (OSError, ValueError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command resumes", file=sys.stderr)
+        status = 130
+    sys.exit(status)
+
+
 def load_json(path: Path):
     """Parse a JSON file. Raises ValueError with its name."""
     if not path.exists():
@@ -44,6 +60,13 @@ def load_json(path: Path):
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, so that a stop at any moment leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 # ---- Runs of the trainer -------------------------------------------------------------------------------

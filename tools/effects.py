@@ -5,14 +5,12 @@ compressed models. `limits_of` gives an interval that holds as pairs are added.
 """
 
 import argparse
-import ast
-import itertools
 import json
 import math
 import os
 import re
 import statistics
-from collections import Counter, defaultdict
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -24,22 +22,19 @@ from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 # Settings that do not change a result. The digests of the data stand for the paths.
 NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY",
                                           "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
-SAME = ("data", "torch", "machine", "cpu", "ranks", "threads", "ITERATIONS",
-        "MAX_WALLCLOCK_SECONDS")  # in the runs of a pair
 ERROR = 0.05  # of each end of an interval, over all looks together
 BEST_LOOK = 10  # pairs, near which most of the error is spent
 SCALE, POWER = 0.023, 1.15  # of the level of a look, by the error of all looks together
 SIMULATED = 4000  # changes of a size
 MOST_PAIRS = 64
-MOST_DIFFERENCES = 3  # settings in which two runs of a comparison differ
 
 
-class Run(NamedTuple):
+@dataclass
+class Run:
     """A finished run. Scores are bits per byte."""
     log: Path
     content: dict  # all that makes the result, but the seed
     seed: int
-    text: str  # the name of the data's folder
     bpb: float  # of the compressed model
     artifact_bytes: int  # with the script
     step_ms: float
@@ -61,28 +56,17 @@ class Effect(NamedTuple):
 # ---- Runs ------------------------------------------------------------------------------
 
 
-@cache
-def digest_code(source: str) -> str:
-    """Return a digest of a script without its comments, docstrings and layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        has_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if has_docstring and ast.get_docstring(node, clean=False) is not None:
-            del node.body[0]
-    return sha256(ast.unparse(tree).encode()).hexdigest()[:12]
-
-
 def content_of(start: dict, source: str, cpu: str) -> dict:
     """Return what makes a run's result, but its seed, from its "config" event, script and CPU."""
     data = [start["data_sha256"], start["val_tokens"], start["val_bytes"]]
     digest = sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
     settings = {name: value for name, value in start["config"].items() if name not in NOT_CONTENT}
-    is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"])
-    return {"script": digest_code(source), "data": digest,
-            "torch": start["torch"].partition("+")[0],
-            "cpu": cpu if is_timed and not start["gpu"] else "",  # a digest of its name
-            "machine": start["gpu"] or f"CPU, {settings['DTYPE']}", "ranks": start["world_size"],
-            "threads": start["threads"] if is_timed else "any", **settings}
+    is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"]) and not start["gpu"]
+    return {"script": sha256(source.encode()).hexdigest()[:12], "data": digest,
+            "torch": start["torch"].partition("+")[0], "gpu": start["gpu"],
+            "cpu": cpu if is_timed else "",  # a digest of its name
+            "threads": start["threads"] if is_timed else "any",
+            "ranks": start["world_size"], **settings}
 
 
 def read_run(log: Path) -> Run | None:
@@ -97,14 +81,12 @@ def read_run(log: Path) -> Run | None:
         start, final, export = events[0], latest["final"], latest["export"]
         cpu = re.match(".*_on_([0-9a-f]{6})_", log.stem)  # by `Arm.tag`
         content = content_of(start, source, cpu[1] if cpu else "")
-        frozenset(content.items())  # whose values are numbers and text
-        return Run(log, content, start["config"]["SEED"], Path(start["config"]["DATA_PATH"]).name,
-                   final["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
-                   latest["val"]["step_avg_ms"], log.stat().st_mtime - final["elapsed_s"],
+        return Run(log, content, start["config"]["SEED"], final["val_bpb"],
+                   export["artifact_bytes"] + export["code_bytes"], latest["val"]["step_avg_ms"],
+                   log.stat().st_mtime - final["elapsed_s"],
                    latest.get("checked", {}).get("reason"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-            SyntaxError):  # no log of this trainer
-        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None  # It is no log of this trainer.
 
 
 def note_check(log: Path, reason: str) -> None:
@@ -116,60 +98,14 @@ def note_check(log: Path, reason: str) -> None:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Return the finished runs of all logs in a folder, the one that began first in front."""
-    runs = filter(None, map(read_run, sorted(folder.glob("*.jsonl"))))
-    return sorted(runs, key=lambda run: run.began)
-
-
-def group_runs(runs: list[Run]) -> list[list[Run]]:
-    """Return the runs by content, one of each seed."""
-    groups: dict[frozenset, dict[int, Run]] = {}
-    for run in runs:
-        groups.setdefault(frozenset(run.content.items()), {}).setdefault(run.seed, run)
-    return [[*members.values()] for members in groups.values()]
-
-
-def differing(one: dict, other: dict) -> list[str]:
-    """Return the names of what differs in two contents. A setting that only one of their scripts
-    has does not count."""
-    return [name for name in one.keys() & other.keys() if one[name] != other[name]]
+    """Return the finished runs of all logs in a folder."""
+    return list(filter(None, map(read_run, sorted(folder.glob("*.jsonl")))))
 
 
 def pairs_of_seeds(first: list[Run], second: list[Run]) -> list[tuple[Run, Run]]:
     """Return the runs of two groups in pairs of one seed."""
     by_seed = {run.seed: run for run in first}
     return [(by_seed[run.seed], run) for run in second if run.seed in by_seed]
-
-
-def compare_all(runs: list[Run]) -> list[list[tuple[Run, Run]]]:
-    """Return the pairs of each comparison that the runs hold: of each group with the one that
-    differs from it in the fewest settings. Of several, it is the one with the most pairs, then the
-    earliest. Runs may start together: of two groups that are each other's nearest, the one to which
-    most others are near, then the earlier one, comes first. Wrong scores are left out."""
-    groups = group_runs([run for run in runs if not run.checked])
-    contents = [group[0].content for group in groups]
-    items = [frozenset(content.items()) for content in contents]
-    seeds = [{run.seed for run in group} for group in groups]
-    alike, nearest = defaultdict(list), {}
-    for place, content in enumerate(contents):
-        alike[tuple(content[name] for name in SAME)].append(place)
-    for one, two in itertools.chain(*(itertools.combinations(p, 2) for p in alike.values())):
-        shared = len(seeds[one] & seeds[two])
-        if not shared:
-            continue
-        changes = len(contents[one].keys() & contents[two].keys()) - len(items[one] & items[two])
-        if changes <= MOST_DIFFERENCES:  # as many as `differing` names
-            for place, other in ((one, two), (two, one)):
-                near = (changes, -shared, other)
-                nearest[place] = min(near, nearest.get(place, near))
-    partners = {place: other for place, (_, _, other) in sorted(nearest.items())}
-    near_to = Counter(partners.values())
-    found = []
-    for place, other in partners.items():
-        is_mutual = partners[other] == place
-        if not is_mutual or (-near_to[other], other) < (-near_to[place], place):
-            found.append(pairs_of_seeds(groups[other], groups[place]))
-    return found
 
 
 # ---- Statistics ------------------------------------------------------------------------

@@ -23,9 +23,7 @@ import math
 import os
 import re
 import shutil
-import signal
 import statistics
-import sys
 import time
 from collections import defaultdict
 from hashlib import sha256
@@ -36,7 +34,7 @@ from ablate import (
     FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options,
     train_all,
 )
-from common import ROOT, load_json, only_one, require_packages, table
+from common import ROOT, load_json, only_one, require_packages, run_command, table, write_whole
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import prepare_output, read_events
 from plot import own_style, plain_label
@@ -95,13 +93,6 @@ def claim_of(differences: np.ndarray) -> dict:
 
 
 # ---- The folder ------------------------------------------------------------------------
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file, so that a stop at any moment leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 class Loop:
@@ -400,16 +391,12 @@ def main() -> int:
     if not options.folder.is_dir():
         parser.error(f"{options.folder} is no folder")
     require_packages()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     runner = Runner(options.jobs, lambda text: print(text, flush=True), 60 * options.patience)
     try:
         with only_one(options.folder / ".lock"):
             loop = open_loop(options, runner.environment)
             runner.runs = read_runs(LOGS)
             run_loop(loop, runner, options.finish)
-    except (OSError, ValueError) as error:
-        print(f"loop.py: {error}", file=sys.stderr)
-        return 2
     finally:
         runner.stop()
     print((loop.folder / "loop.md").read_text(encoding="utf-8"))
@@ -418,8 +405,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     prepare_output(ends_with_reader=False)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("loop.py: stopped; the same command resumes", file=sys.stderr)
-        sys.exit(130)
+    run_command(main)
