@@ -403,13 +403,11 @@ def laboratory(tmp_path):
     return start, root / "logs"
 
 
-RATE = "rate MATRIX_LR=1e-9"
-
-
 @pytest.mark.slow
-def test_ablations_are_stopped_repeated_and_judged(laboratory):
+def test_ablations_are_stopped_repeated_shared_and_judged(laboratory, monkeypatch):
     start, logs = laboratory
-    process = start("plain", RATE)
+    words = ["slow MATRIX_LR=1e-9 SCALAR_LR=1e-9 TIED_EMBED_LR=1e-9", "honest script=honest.py"]
+    process = start(*words)
     while not effects.read_runs(logs) and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
@@ -417,42 +415,44 @@ def test_ablations_are_stopped_repeated_and_judged(laboratory):
     assert process.returncode == 130 and "stopped; the same command resumes" in errors, errors
     assert not [*logs.glob("*/checkpoints")]
     kept = {run.log: run.log.stat().st_mtime for run in effects.read_runs(logs)}
-    process = start("plain", RATE, "leak script=leak.py", "broken script=broken.py", "broken_too script=broken.py",
-                    "syntax script=syntax.py")
+    both = [start(*words, most="5"), start(*words, "--json", "--settings", "TRAIN_LOG_EVERY=9", most="5")]
+    (output, errors), (facts, more_errors) = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], output + errors + more_errors
+    assert kept and all(log.stat().st_mtime == then for log, then in kept.items())
+    facts = json.loads(facts)
+    assert facts["verdict"] == "better" and not facts["unchecked"]
+    assert len(effects.read_runs(logs)) == 2 * facts["pairs"]  # None was trained twice.
+    assert re.search(rf"honest +better +-[1-9].*, {facts['pairs']} pairs of seeds; without what the selection adds -[1-9]", output)
+    assert "ideas tried on this text: 1; 1 look better one by one" in output
+    assert re.search(r"\d runs took [0-9.]+ min one by one", output)
+    process = start(words[1], "late script=late.py", "leak script=leak.py", "bytes script=bytes.py", "broken script=broken.py",
+                    "broken_too script=broken.py", "syntax script=syntax.py")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 3, output + errors
-    assert kept and all(log.stat().st_mtime == then for log, then in kept.items())  # nothing is trained twice
     lines = {line.split()[0]: line for line in output.splitlines()}
-    assert "no gain" in lines["rate"] or "undecided" in lines["rate"]
-    assert "its loss" in lines["leak"] and "invalid" in lines["leak"]
+    assert "invalid    its log says" in lines["late"] and "invalid    its loss" in lines["leak"]
+    assert re.search("invalid    it counts [0-9,]+ bytes of validation text, which has", lines["bytes"])
     assert re.search(r"failed .*: status 1, line \d+, AttributeError: .* 'train_step'", lines["broken"])
     assert "failed" in lines["broken_too"]
     assert "failed     the script cannot be used: status 1, line 3, SyntaxError" in lines["syntax"]
-    assert not [path for path in logs.glob("ablate_*.jsonl") if "leak" in path.name]
-    again = start("plain", RATE, "--json")
-    facts = [json.loads(line) for line in again.communicate(timeout=100)[0].splitlines()]
-    assert again.returncode == 1 and len(facts) == 1 and facts[0]["pairs"] == 2 and not facts[0]["unchecked"]
-
-
-@pytest.mark.slow
-def test_scores_are_checked_and_two_commands_share_their_runs(laboratory, monkeypatch):
-    start, logs = laboratory
-    slow, honest = "slow MATRIX_LR=1e-9 SCALAR_LR=1e-9 TIED_EMBED_LR=1e-9", "honest script=honest.py"
-    both = [start(slow, honest, "--settings", "TRAIN_LOG_EVERY=9", most="5") for _ in range(2)]
-    for process in both:
-        output, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, output + errors
-        pairs = re.search(r"honest +better +-[1-9].*, (\d) pairs of seeds; without what the selection adds -[1-9]", output)[1]
-        assert "ideas tried on this text: 1; 1 look better one by one" in output
-        assert re.search(r"\d runs took [0-9.]+ min one by one", output)
-    assert len([*logs.glob("*.jsonl")]) == 2 * int(pairs)  # none was trained twice
-    process = start(honest, "late script=late.py", "bytes script=bytes.py")
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 2 and "late         invalid    its log says" in output, output + errors
-    assert "\n2 runs took" in output
-    assert re.search("bytes        invalid    it counts [0-9,]+ bytes of validation text, which has", output)
+    assert not [path for path in logs.glob("ablate_*.jsonl") if "leak" in path.name or "bytes" in path.name]
     monkeypatch.setattr(ablate, "LOGS", logs)
     assert [facts["verdict"] for facts in ablate.read_tried()] == ["better"]
+
+
+@pytest.mark.parametrize("verdicts, status", [
+    (["better", "better"], 0), (["better", "no gain"], 1), (["undecided", "better"], 1), (["better", "invalid"], 2), (["invalid", "failed"], 3)])
+def test_the_status_tells_the_verdicts(verdicts, status, monkeypatch):
+    def train_until_clear(arms, runner, options):
+        for arm, verdict in zip(arms[1:], verdicts):
+            arm.verdict = verdict
+
+    for name in ("make_plans", "check_against", "report"):
+        monkeypatch.setattr(ablate, name, lambda *arguments: None)
+    monkeypatch.setattr(ablate, "train_until_clear", train_until_clear)
+    monkeypatch.chdir(REPOSITORY)  # main changes it
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "x", "y A=1", "z A=2", "--settings", "ITERATIONS=9"])
+    assert ablate.main() == status
 
 
 @pytest.mark.parametrize("false", ["base", "idea"])
