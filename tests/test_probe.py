@@ -27,7 +27,7 @@ def leak(where: str, guard="True") -> str:
 
 SCRIPTS = {  # text in the script, what stands there instead, the fault
     "unchanged": ("", "", ""),
-    "a mask off by one": (MASK, "<= places_i[:, None] + 1", "later tokens"),
+    "a mask off by one": (MASK, "<= places_i[:, None] + (q.size(3) < 64)", "later tokens"),  # Attention is tried with 64 tokens.
     "off by one at the edges of tiles": (INPUT, leak(f"{PLACES} % 16 == 15"), "later tokens"),
     "most positions": (INPUT, leak(f"{PLACES} % 4 > 0"), "later tokens"),
     "the end of whole rows": (INPUT, leak(f"{PLACES} >= 29", "tokens.size(1) == 32"), "later tokens"),
