@@ -31,6 +31,7 @@ def test_dropout_drops_channels_of_whole_rows():
     """All tokens of a row lose the same channels, and the others grow. A rate of 0, as in scoring, changes no bit."""
     x, rate = torch.randn(6, 20, 500), torch.tensor(0.25)
     assert torch.equal(train_gpt.dropout(x, torch.tensor(0.0)), x) and train_gpt.dropout(x, None) is x
+    assert train_gpt.dropout(x, torch.tensor(1.0)).eq(0).all()
     factors = train_gpt.dropout(x, rate) / x
     assert torch.equal(factors[:, :1].expand_as(x).round(), factors.round()) and not torch.equal(factors[0], factors[1])
     dropped = factors == 0
@@ -191,11 +192,12 @@ def test_an_h100_takes_cudnn_unless_it_is_too_old(monkeypatch, version, wanted):
     assert train_gpt.choose_attention(tiny_config(attn="auto"), SimpleNamespace(type="cuda")) == wanted
 
 
-def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
-    """Here, one that loses the gradient of the values. Memory that runs out is no reason to take another kernel."""
+@pytest.mark.parametrize("spoil", [lambda v: v.detach() + 0 * v, lambda v: v + (v - v.detach()).square().sqrt()], ids=["lost", "NaN"])
+def test_a_kernel_with_other_gradients_is_not_taken(monkeypatch, spoil):
+    """Its output is right. Memory that runs out is no reason to take another kernel."""
     plain = train_gpt.causal_attention
     monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, kernel: plain(
-        q, k, v.detach() + 0 * v if kernel == "flash" else v, kernel))
+        q, k, spoil(v) if kernel == "flash" else v, kernel))
     assert train_gpt.choose_attention(tiny_config(attn="auto"), CPU) == "math"
     with pytest.raises(ValueError, match="ATTN=flash does not run float32 heads of 16, or not as math does"):
         train_gpt.choose_attention(tiny_config(attn="flash"), CPU)
