@@ -69,6 +69,9 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
     gpus = common.gpu_names() or [track.get("machine", "")]  # Without nvidia-smi, the log tells.
     verify.check_machine(track, options.ranks, options.ranks, gpus[0], problems)
+    count = 0 if config.device == "cpu" else train_gpt.torch.cuda.device_count()
+    problems.check(count <= options.ranks, f"{count} GPUs, but --ranks is {options.ranks}; to use "
+                   "fewer GPUs, set CUDA_VISIBLE_DEVICES")
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
     problems.check(not folder.exists(), f"{folder} is there: choose another --name")
@@ -230,7 +233,7 @@ def main():
     add("--author", default="", help="your name")
     add("--blurb", default="", help="what is new, in a sentence or two")
     add("--seeds", default="1337,1338,1339", metavar="N,N", help="(default: 1337,1338,1339)")
-    add("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes")
+    add("--ranks", type=int, choices=range(1, 9), default=1, metavar="N", help="processes (default: 1)")
     add("--runs", default="", metavar="RUN_ID,...", help="package these finished runs")
     add("--again", type=Path, metavar="FOLDER", help="write its submission.json and texts again")
     add("settings", nargs="*", metavar="NAME=value", help="for train_gpt.py; @FILE with such lines")
