@@ -250,7 +250,9 @@ def read_data(settings: dict, track: dict, division: str, findings: Findings):
     shards = sorted((ROOT / folder).glob("*_[0-9]*.bin"))
     if of_division and not shards:
         known = list(of_division["scored"])
-        named = [name for name in known if folder.name == f"{division}_{name}"]
+        # The default DATA_PATH ends in the default VOCAB_SIZE.
+        wanted = folder.name.replace("sp1024", f"sp{settings['VOCAB_SIZE']}")
+        named = [name for name in known if wanted == f"{division}_{name}"]
         tokenizer = (known + named)[-1]
         hint = f"    {interpreter()} {of_division['get']}\nand set {of_division['set']}"
         hint = hint.format(tokenizer=tokenizer, size=re.sub(r"\D", "", tokenizer))

@@ -250,11 +250,12 @@ def test_all_committed_records_are_as_they_say_and_can_be_bases(monkeypatch):
 
 @pytest.mark.parametrize("preset, track", [("h100_8gpu_16mb", "track_10min_16mb"), ("h100_1gpu_16mb", "track_10min_16mb_1gpu"),
                                            ("cpu_1mb", "track_10min_1mb_cpu"), ("cpu_1mb_avx2", "track_10min_1mb_cpu")])
-def test_every_preset_passes_the_checks_of_its_track_except_for_missing_data(preset, track, monkeypatch):
+def test_every_preset_passes_the_checks_of_its_track_except_for_missing_data(root, preset, track, monkeypatch):
     file, folder = REPOSITORY / "records" / "presets" / f"{preset}.env", REPOSITORY / "records" / track / "2026-01-31_Any"
     rules = json.loads((folder.parent / "track.json").read_text())
     tokenizer = re.search(r"# tokenizer: (\w+)", file.read_text())[1]
-    options = argparse.Namespace(base="", division=[*rules["divisions"]][0], seeds=[1, 2, 3], ranks=1, settings=[f"@{file}", "DATA_PATH=none"])
+    options = argparse.Namespace(base="", division=[*rules["divisions"]][0], seeds=[1, 2, 3], ranks=1, settings=[f"@{file}"])
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(make.common, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
-    with pytest.raises(ValueError, match=f"no DATA_PATH=none .*\n    .* data/.* {tokenizer} .*\nand set DATA_PATH=.*{tokenizer}"):
+    with pytest.raises(ValueError, match=f"no DATA_PATH=data/datasets/fineweb10B_sp1024 .*\n    .* data/.* {tokenizer} .*\nand set DATA_PATH=.*{tokenizer}"):
         make.check_plan(options, folder, make.plan_settings(options, rules))
