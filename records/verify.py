@@ -211,7 +211,9 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         "seed_results": {str(seed["seed"]): {key: seed[key] for key in OF_SEEDS} for seed in seeds},
         "settings": first["overrides"], "against_base": None,
         "environment": {key: first[key] for key in ("python", "torch", "world_size", "threads")}}
-    is_same = base and place_of({**authored, **claims}) == place_of(base)
+    name = authored["hardware"].partition(",")[0]
+    is_same = base and base["hardware"].partition(",")[0] == name
+    is_same = is_same and all(base[key] == claims[key] for key in ("machine", "environment"))
     findings.check(is_same or not authored["in_turn"], "in_turn needs a base of the same machine "
                    f"and versions, not {authored['base']!r}")
     if base:  # A p-value needs runs of one machine and sitting.
@@ -220,11 +222,6 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
         test = compare_scores(track, seeds, theirs) if authored["in_turn"] is True else None
         claims["against_base"] = test or {"difference": difference, "p": None}
     return claims, seeds
-
-
-def place_of(claims: dict) -> tuple:
-    """Return where a record was trained: device, versions and the machine's name."""
-    return claims["machine"], claims["environment"], claims["hardware"].partition(",")[0]
 
 
 def load_base(folder: Path, base: str, division: str, findings: Findings) -> dict:
@@ -350,16 +347,17 @@ def describe_test(test: dict) -> str:
             f"{test['margin']:g}: p = {test['p']:.2g}.")
 
 
-def report(folder: Path, again: bool = False) -> bool:
+def report(folder: Path, again: bool = False, only_if_refused: bool = False) -> bool:
     """Print what is found about a record; return whether it is accepted."""
     try:
         findings, notes = verify_record(folder, again)
     except Exception as error:  # one folder must not hide the others
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         findings, notes = Findings([f"{kind}{error}"]), []
-    print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
-    for line in (*notes, *(f"REFUSED: {line}" for line in findings)):
-        print("   ", line)
+    if findings or not only_if_refused:
+        print(f"{folder.parent.name}/{folder.name}: {'refused' if findings else 'accepted'}")
+        for line in (*notes, *(f"REFUSED: {line}" for line in findings)):
+            print("   ", line)
     return not findings
 
 
