@@ -3,11 +3,10 @@
     python records/make.py --track track_10min_1mb_cpu --division sotu --name Wider --author me \\
         --blurb "What is new" --base track_10min_1mb_cpu/2026-01-31_Control MLP_MULT=3
     python records/make.py ... --runs RUN_ID,RUN_ID,RUN_ID    of runs in logs/ that differ in SEED
-    python records/make.py --again records/track_open/2026-01-31_Wider    write its texts again
 
 After an interruption, run the same command again: it keeps the runs, NAME_seedN, that have finished
 with these settings and this script. To change blurb, base, in_turn or author, edit submission.json
-and run --again. What you write in README.md below the line "## Notes" is kept.
+and run --again.
 """
 
 import argparse
@@ -23,6 +22,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
@@ -37,9 +37,6 @@ from plot import draw, groups_of, read_run  # noqa: E402
 GONE = {"EMA_DECAY", "GPTQ_BATCHES", "MUON_SLOW_AT"}
 NOTES = "\n## Notes\n"
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
-
-
-# ---- Training the seeds ------------------------------------------------------------------------
 
 
 def plan_settings(options, track: dict) -> dict[str, str]:
@@ -83,29 +80,33 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
 
 def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
     """Train the seeds that have not finished; return all RUN_IDs. May raise ValueError."""
-    run_ids, environment = [], dict(os.environ)
+    run_ids = [f"{options.name}_seed{seed}" for seed in options.seeds]
+    environment = dict(os.environ)
     if threads := track.get("max_threads"):
         environment["OMP_NUM_THREADS"] = str(max(1, threads // options.ranks))
     with common.only_one(ROOT / "logs" / f"{options.name}.lock") as lock:
-        for seed in options.seeds:
-            run_id = f"{options.name}_seed{seed}"
-            run_ids.append(run_id)
+        for seed, run_id in zip(options.seeds, run_ids, strict=True):
             own = {**settings, "SEED": str(seed), "RUN_ID": run_id, "OUT_DIR": f"logs/{run_id}"}
             if common.has_finished(ROOT, run_id, own, options.ranks):
                 print(f"{run_id} has already finished", flush=True)
-                continue
-            words = [f"{name}={text}" for name, text in own.items()]
-            command = [*launcher(options.ranks), "train_gpt.py", *words]
-            # A trainer that outlives this command holds its lock.
-            with subprocess.Popen(command, cwd=ROOT, env=environment,
-                                  pass_fds=[lock.fileno()]) as trainer:
-                status = trainer.wait()
-            if status:
-                raise ValueError(f"{run_id} ended with status {status}; run the same command again")
+            else:
+                words = [f"{name}={text}" for name, text in own.items()]
+                command = [*launcher(options.ranks), "train_gpt.py", *words]
+                # A trainer that outlives this command holds its lock.
+                with subprocess.Popen(command, cwd=ROOT, env=environment,
+                                      pass_fds=[lock.fileno()]) as trainer:
+                    status = trainer.wait()
+                if status:
+                    raise ValueError(f"{run_id} ended with status {status}: see above; once it is "
+                                     "mended, run the same command again")
+            problems, rules = verify.Findings(), {**track, "min_seeds": 1}
+            with TemporaryDirectory() as place:
+                copy_run(Path(place), run_id)
+                verify.read_folder(Path(place), rules, options.division, problems)
+            if problems:
+                rest = "; the other seeds are not trained" * (seed != options.seeds[-1])
+                raise ValueError("; ".join(problems) + rest)
     return run_ids
-
-
-# ---- The folder --------------------------------------------------------------------------------
 
 
 def package(options, folder: Path, run_ids: list[str]):

@@ -1,8 +1,5 @@
 """Check record folders: recompute every number from the logs and apply the rules of the track.
 
-    python records/verify.py                     all folders
-    python records/verify.py FOLDER --rerun      also hash the data and score the artifacts again
-
 The exit status is 1 if a folder is refused; each reason is a line. --rerun runs the folder's
 train_gpt.py, which is the submitter's code: read it first.
 """
@@ -99,8 +96,8 @@ def summarize(events: list[dict], machine: str, text: str, counts_windows: bool)
 
 
 def read_folder(folder: Path, track: dict, division: str, findings: Findings) -> list[dict]:
-    """Return the seeds of a record folder, each as summarize gives it, with the division's "table"
-    for its tokenizer, and "val_bpb_original", bits per byte of the original text (or None)."""
+    """Apply all rules to a folder's logs. Return its seeds as summarize gives them, each with the
+    division's "table" for its tokenizer, and "val_bpb_original": of the original text, or None."""
     code, logs = (folder / "train_gpt.py").read_bytes(), sorted(folder.glob("train_seed*.log"))
     findings.check(logs, "there is no train_seedN.log")
     seeds = [seed for path in logs if (seed := read_seed(path, code, track, findings))]
@@ -117,6 +114,8 @@ def read_folder(folder: Path, track: dict, division: str, findings: Findings) ->
         names += [name for name in MUST_MATCH if seed[name] != seeds[0][name]]
         findings.check(not names, f"seed {seed['seed']} differs in {', '.join(names)} from seed "
                        f"{seeds[0]['seed']}")
+    if seeds:
+        check_rules(track, division, seeds, findings)
     return seeds
 
 
@@ -304,7 +303,7 @@ def check_files(folder: Path, seeds: list[dict], findings: Findings):
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
     """Return the findings and lines to print about a folder. `again` scores its artifacts."""
-    findings, track = Findings(), load_json(folder.parent / "track.json")
+    findings = Findings()
     submission = {**AUTHORED, **load_json(folder / "submission.json")}
     named = f"{submission['track']}/{submission['date']}_{submission['name']}"
     findings.check(named == f"{folder.parent.name}/{folder.name}",
@@ -319,7 +318,6 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
         claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
         findings.check(claim == number,
                        f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
-    check_rules(track, submission["division"], seeds, findings)
     check_files(folder, seeds, findings)
     notes = [f"{describe_score(computed)}, at most {computed['bytes_total']:,} bytes"]
     if submission["base"]:
