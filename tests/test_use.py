@@ -105,6 +105,12 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     os.utime(tmp_path / "elsewhere" / "final_model.int8.ptz", (0, 0))
     (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0] + "\n")
     assert sample.find_model("").parent.name == "elsewhere"
+    (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0].replace('"OUT_DIR": "."', '"OUT_DIR": "stopped"') + "\n")
+    checkpoint = tmp_path / "stopped" / "checkpoints" / "killed_00000025.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    with pytest.raises(ValueError, match="killed has not ended; give its checkpoint: .*checkpoints/killed_00000025.pt"):
+        sample.find_model("killed")
     (tmp_path / "logs" / "begun.jsonl").touch()
     with pytest.raises(ValueError, match="begun.jsonl is empty: the run has not begun"):
         sample.find_model("begun")

@@ -159,9 +159,9 @@ def mean_curve(members: list[Run], x: str) -> dict[int, tuple[float, float]]:
 
 
 def connected(points: dict[int, tuple[float, float]]) -> np.ndarray:
-    """Return x and y, (2, N), of the points in their order, with a gap after step 0 if the next point is late in the run."""
+    """Return x and y, (2, N), of the points in their order, with a gap after step 0 if the next of several is late."""
     steps, values = [*points], np.array([*points.values()], dtype=float).reshape(-1, 2).T
-    if len(steps) > 1 and steps[0] == 0 and steps[1] > LATE * steps[-1]:
+    if len(steps) > 2 and steps[0] == 0 and steps[1] > LATE * steps[-1]:
         values = np.insert(values, 1, np.nan, axis=1)
     return values
 
