@@ -176,6 +176,7 @@ def judged_arms(folder, differences: list[float], verdict="better", name="idea",
 
 def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablate, "LOGS", tmp_path)
+    assert ablate.list_tried() == [f"no comparison in {tmp_path} yet"]
     base, *first = judged_arms(tmp_path, [-0.01, -0.011], "", MLP_SLOPE=0.5)
     _, *other = judged_arms(tmp_path, [0.01, 0.013], "undecided", "text", MLP_SLOPE=0.5, data="b")  # of another text
     _, *worse = judged_arms(tmp_path, [0.01, 0.012, 0.009], "no gain", "worse", MLP_SLOPE=0.1)
@@ -197,8 +198,10 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
 
 def test_the_time_that_runs_will_take_is_known_from_others(tmp_path):
     write_log(tmp_path, "first", 1, 1.5)  # for 9 s
-    runner, arm = ablate.Runner(2, print), ablate.Arm("mine", tmp_path, {})
-    assert "the first ones will tell" in runner.minutes_for(1, [arm])
+    runner, arm = ablate.Runner(2, print), ablate.Arm("mine", tmp_path, {}, plan={"config": {"COMPILE": "0"}})
+    assert runner.minutes_for(1, [arm]).endswith("the first ones will tell how long they take")
+    compiled = ablate.Arm("compiled", tmp_path, {}, plan={"config": {"COMPILE": "1"}})
+    assert runner.minutes_for(1, [arm, compiled]).endswith("Each compiles first: for a trial of a minute, add COMPILE=0")
     arm.runs = effects.read_runs(tmp_path)
     assert runner.minutes_for(3, [arm]) == ", about 0.3 min"  # two after one another
     runner.took = [60.0]  # of this command
@@ -224,6 +227,28 @@ def test_runs_are_younger_than_what_they_read(changed, tmp_path):
 def test_scores_that_are_those_of_the_first_are_doubted():
     facts = {"name": "mine", "verdict": "no gain", "reason": "", "effect": 0.0, "pairs": 2, "spread": 0.0}
     assert ablate.sentence(facts, 0.002).endswith("its scores are those of the first one: is it switched on?")
+
+
+@pytest.mark.parametrize("second, checked", [(0.0, ["base0", "base1"]), (0.01, ["base0", "base1", "idea0", "idea1"])])
+def test_equal_scores_are_doubted_before_the_slow_check(second, checked, tmp_path, monkeypatch):
+    """At the first pair; what has other scores in the second pair is checked, too."""
+    arms, said = judged_arms(tmp_path, [0.0, second], "", MLP_SLOPE=0.5), []
+    runner = ablate.Runner(1, said.append)
+    for arm in arms:
+        arm.plan["config"] |= {"SEED": 0, "INIT_FROM": ""}
+        runner.runs += arm.runs
+        arm.runs = []
+    for run in runner.runs:
+        ablate.model_of(run).parent.mkdir()
+        ablate.model_of(run).touch()
+    monkeypatch.setattr(ablate, "LOGS", tmp_path)
+    monkeypatch.setattr(probe, "read_text", lambda config: "")
+    monkeypatch.setattr(probe, "check_artifact", lambda *arguments: (1.5, ""))
+    ablate.take_runs(arms, argparse.Namespace(runs=runner.runs[::2], say=said.append))
+    assert said == ["idea: its scores are those of base: is it switched on?"]
+    ablate.train_until_clear(arms, runner, argparse.Namespace(most_seeds=2, diff=0.002, jobs=1))
+    assert said[2:] == [f"checking the model of {name}: up to a minute" for name in checked]
+    assert arms[1].verdict == ("undecided" if second else "no gain")
 
 
 # ---- Commands ------------------------------------------------------------------------------------------------------------
@@ -369,7 +394,7 @@ def test_a_run_whose_data_were_moved_is_scored_on_those_of_the_plan(tmp_path, mo
     monkeypatch.setattr(probe, "read_text", lambda config: config["DATA_PATH"])
     monkeypatch.setattr(probe, "check_artifact", lambda script, artifact, config, text, bpb: (texts.append(text), ""))
     arm = ablate.Arm("mine", tmp_path, {}, plan={"config": {"DATA_PATH": "now"}}, runs=[run])
-    ablate.check_scores(arm)
+    ablate.check_scores(arm, print)
     assert texts == ["now"] and arm.runs[0].checked == "" and not arm.verdict
 
 
@@ -500,8 +525,8 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     data = make_shards(tmp_path)
     settings, base = [*tiny_arguments(data), "SEED=1"], tmp_path / "base.env"
     base.write_text("\ufeffMLP_SLOPE=low\n", encoding="utf-8")
-    for words, message in (([], "give at least two variations"), (["x"], "x is compared with nothing"),
-                           (["x", "y", "--base", str(base)], "must be of type float"), (["x", "x A=1"], "two variations are called x"),
+    for words, message in (([], "give at least two variations"), (["x"], "give at least two variations"),
+                           (["x", "y", "--base", str(base)], "must be of type float\n"), (["x", "x A=1"], "two variations are called x"),
                            (["x", "MLP_SLOPE=0.5"], "'MLP_SLOPE=0.5' must begin with a name"), (["x", ""], "'' must begin with a name"),
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y INIT_FROM=9"], "y sets INIT_FROM, which must be equal in all"),
@@ -510,7 +535,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y script='a b"], "No closing quotation"),
                            (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),
-                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
+                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple of 10\n"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
                            (["x", "--most-seeds", "1"], "--most-seeds: invalid choice: 1"), (["x", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"),
                            (["--settings", *settings, "x", "x A=1"], "two variations are called x"),  # in any order
                            (["x", "--settings", *settings, "--jobs", "1", "x A=1"], "two variations are called x")):

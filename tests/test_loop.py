@@ -163,10 +163,33 @@ def test_no_seed_is_used_twice(folder, monkeypatch):
     assert [idea["verdict"] for idea in state["ideas"]] == ["dropped", "kept", "dropped", "kept", "invalid", "failed"]
     seeds = [seed for part in taken for seed in part]
     assert len(taken) > 3 and len(seeds) == len(set(seeds)) and max(seeds) < state["seed"] and runner.used <= set(seeds)
-    (folder / "b.env").write_text("MLP_SLOPE=-0.05")  # an edited idea is a new one
+    assert "A changed file is a new idea." in loops.__doc__
+    (folder / "b.env").write_text("MLP_SLOPE=-0.05")
     os.utime(folder / "b.env", (99, 99))
     again = run(folder, Runner())
     assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
+
+
+def test_each_verdict_is_printed_when_it_is_made(folder):
+    runner, made = Runner(jobs=6), []
+    runner.say = lambda text: made.append((text.split()[0], runner.work))
+    run(folder, runner)
+    assert made[0] == ("e", 0) and dict(made)["a"] == 1 and sorted(name for name, _ in made) == [*"abcdef"]
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_a_command_stops_changes_nothing(second):
+    code = (f"import sys, time; sys.path.insert(0, {str(REPOSITORY / 'tools')!r}); from ablate import Runner; from common import run_command\n"
+            "def main():\n    runner = Runner(1, print)\n    runner.pool.submit(time.sleep, 3)\n    try:\n        print(flush=True)\n"
+            "        time.sleep(60)\n    finally:\n        runner.stop()\n"
+            "run_command(main)")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert "stopped; the same command resumes" in process.stderr.readline()
+    time.sleep(0.2)
+    process.send_signal(second)
+    assert process.communicate(timeout=30) == ("", "") and process.returncode == 130
 
 
 def test_a_script_and_settings_of_one_name_are_one_idea(folder):

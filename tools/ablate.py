@@ -79,6 +79,7 @@ class Arm:
     reason: str = ""
     runs: list = field(default_factory=list)  # one of each seed
     effect: Effect | None = None  # by which it was judged
+    is_unchanged: bool = False  # All its scores are those of the first one.
 
     def has(self, run: Run | None, seed: int) -> bool:
         """Whether a run is of this arm with this seed. It must be younger than what it read: files
@@ -148,9 +149,6 @@ def read_arms(options, folder: Path) -> list[Arm]:
         copy.parent.mkdir()
         shutil.copy(script, copy)
         arms.append(Arm(name, copy, {**common, **own}, shlex.join(words)))
-    if len(arms) < 2:
-        raise ValueError(f"{arms[0].name} is compared with nothing; give a second variation: "
-                         "'NAME VARIABLE=value'")
     return arms
 
 
@@ -182,7 +180,9 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
             continue
         arm.plan = json.loads(result.stdout.splitlines()[-1])
         if "error" in arm.plan:
-            hint = "" if "script=" in arm.given else " (no script=FILE is given)"
+            is_unknown = "is not a variable of this script" in arm.plan["error"]
+            lacks_script = arm.given and "script=" not in arm.given
+            hint = " (no script=FILE is given)" if is_unknown and lacks_script else ""
             raise ValueError(f"{arm.name}: {arm.plan['error']}{hint}")
         arm.content = content_of(arm.plan, arm.script.read_text(encoding="utf-8"), cpu)
         if arm.plan["reason"]:
@@ -262,7 +262,9 @@ class Runner:
         runs = [run for arm in arms for run in arm.runs]
         known = self.took or [run.log.stat().st_mtime - run.began for run in runs]
         if not known:
-            return "; the first ones will tell how long they take"
+            compiles = any(arm.plan["config"].get("COMPILE", "0") != "0" for arm in arms)
+            hint = ". Each compiles first: for a trial of a minute, add COMPILE=0"
+            return f"; the first ones will tell how long they take{hint if compiles else ''}"
         seconds = math.ceil(count / self.jobs) * statistics.median(known)
         return f", about {seconds / 60:.1f} min"
 
@@ -309,7 +311,7 @@ def model_of(run: Run) -> Path:
     return run.log.with_suffix("") / MODEL_FILE
 
 
-def check_scores(arm: Arm) -> None:
+def check_scores(arm: Arm, say) -> None:
     """Score the artifacts of the arm's runs again, by the logits of its script, on this checkout's
     validation text. If a log has another score, the arm is invalid: a probe before training does not
     see everything. Runs without an artifact stay unchecked."""
@@ -317,6 +319,7 @@ def check_scores(arm: Arm) -> None:
     for run in arm.runs:
         if arm.verdict or run.checked is not None or not model_of(run).exists():
             continue
+        say(f"checking the model of {run.log.stem}: up to a minute")
         config = read_events(run.log)[0]["config"]
         try:
             text = read_text(arm.plan["config"])  # The run's data may have been moved.
@@ -340,17 +343,28 @@ def missing_runs(arms: list[Arm], seeds) -> list[tuple[Arm, int]]:
     return trials
 
 
-def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
-    """Train what is missing of the arms with these seeds, and score it again."""
+def take_runs(arms: list[Arm], runner: Runner) -> None:
+    """Give each arm its runs, and say if its scores turn out to be those of the first one."""
     for arm in arms:
         arm.add(runner.runs)
+        differences = differences_of(pairs_of_seeds(arms[0].runs, arm.runs))
+        is_unchanged = arm is not arms[0] and set(differences) == {0.0}
+        if is_unchanged and not arm.is_unchanged:
+            runner.say(f"{arm.name}: its scores are those of {arms[0].name}: is it switched on?")
+        arm.is_unchanged = is_unchanged
+
+
+def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
+    """Train what is missing of the arms with these seeds, and score again what is not unchanged."""
+    take_runs(arms, runner)
     trials = missing_runs(arms, seeds)
     minutes = runner.minutes_for(len(trials), arms)
     runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{minutes}")
-    list(runner.pool.map(runner.train, trials))
+    for _ in runner.pool.map(runner.train, trials):
+        take_runs(arms, runner)
     for arm in arms:
-        arm.add(runner.runs)
-        check_scores(arm)
+        if not arm.is_unchanged:
+            check_scores(arm, runner.say)
 
 
 def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
@@ -386,8 +400,10 @@ def facts_of(first: Arm, arm: Arm, most: int) -> dict:
     if arm.verdict in ("invalid", "failed"):
         return facts
     effect, pairs = arm.effect, pairs_of_seeds(first.runs, arm.runs)
+    seconds = arm.content["MAX_WALLCLOCK_SECONDS"]
+    length = f"{seconds:g} s" if seconds else f"{arm.content['ITERATIONS']:,} steps"
     facts |= {"change": arm.given, "base": first.given or first.name, "data": arm.content["data"],
-              "text": Path(arm.plan["config"]["DATA_PATH"]).name, "length": length_of(arm.content),
+              "text": Path(arm.plan["config"]["DATA_PATH"]).name, "length": length,
               "effect": effect.mean, "low": effect.low, "high": effect.high, "p": effect.p,
               "pairs": effect.pairs, "spread": effect.spread}
     if arm.verdict == "better":
@@ -413,8 +429,6 @@ def sentence(facts: dict, diff: float) -> str:
         text += f"; without what the selection adds {facts['effect_corrected']:+.4f}"
     if facts["verdict"] == "better" and facts["spread"] > diff:
         text += "; pairs vary by more than --diff, so rare bad runs may have been missed"
-    if facts["verdict"] == "undecided":
-        text += f"; p = {facts['p']:.2g}"
     ratios = facts["step_ratios"]
     text += f"; a step takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
     growth = 100 * (facts["bytes"][1] / facts["bytes"][0] - 1)
@@ -422,12 +436,6 @@ def sentence(facts: dict, diff: float) -> str:
     if facts["unchecked"]:
         text += f"; {facts['unchecked']} runs were not scored again, for lack of an artifact"
     return begin + text
-
-
-def length_of(content: dict) -> str:
-    """Return the length of the runs of a content, in steps or seconds."""
-    seconds = content["MAX_WALLCLOCK_SECONDS"]
-    return f"{seconds:g} s" if seconds else f"{content['ITERATIONS']:,} steps"
 
 
 def note_tried(first: Arm, arm: Arm, most: int) -> None:
@@ -457,6 +465,8 @@ def count_better(tried: list[dict]) -> str:
 def list_tried() -> list[str]:
     """Return a table of the comparisons so far, the newest last."""
     rows, tried = [], read_tried()
+    if not tried:
+        return [f"no comparison in {LOGS} yet"]
     for facts in tried:
         effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts)
         rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"],
@@ -473,9 +483,6 @@ def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
         print("\n".join(map(json.dumps, rows)))
         return
     print("\n".join(sentence(facts, options.diff) for facts in rows))
-    if len(rows) > 1:
-        print(f"5 % for a false \"better\" of {len(rows)} comparisons together, by Holm's procedure; "
-              "intervals are of each")
     tried = [facts for facts in read_tried() if facts["data"] == first.content["data"]]
     print(f"against {first.name}; ideas tried on this text: {len(tried)}; {count_better(tried)}")
     print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one")
@@ -514,7 +521,7 @@ def main() -> int:
     variations = [word for word in options.settings if not re.match(r"\w+=", word)]
     options.settings = [word for word in options.settings if word not in variations]
     options.variations += variations  # which stand behind --settings
-    if not options.variations:
+    if len(options.variations) < 2 and options.variations != ["tried"]:
         parser.error("give at least two variations: base 'NAME VARIABLE=value'")
     require_packages()
     if options.variations == ["tried"]:

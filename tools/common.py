@@ -37,10 +37,19 @@ def require_packages() -> None:
         sys.exit(2)
 
 
+def stop_once(number, frame) -> None:
+    """Raise KeyboardInterrupt. Further signals change nothing: the trainers are being stopped."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, lambda *_: None)  # Trainers would inherit SIG_IGN.
+    raise KeyboardInterrupt
+
+
 def run_command(main) -> None:
     """Run `main`, and exit with the status that it returns: 2 after a mistake or with a full disk, 130 if it is stopped."""
     name = Path(sys.argv[0]).name
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop_once)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which a script's shell sets in the background
+        signal.signal(signal.SIGINT, stop_once)
     try:
         status = main()
     except (OSError, ValueError) as error:

@@ -1,8 +1,4 @@
-"""Read finished runs, pair them by seed, and say how large an effect is, and how sure that is.
-
-The effect of a change is the mean over seeds of bits per byte with it minus without it, of the
-compressed models. `limits_of` gives an interval that holds as pairs are added.
-"""
+"""Read finished runs, pair them by seed, and say how large an effect is, and how sure that is."""
 
 import argparse
 import json
@@ -120,8 +116,7 @@ def level_of_look(pairs):
     """Return the one-sided level of a t-test after this many pairs. Without an effect, the tests
     after 2, 3, ..., 64 pairs together are wrong with the probability ERROR, whenever one stops;
     with levels that are (error / ERROR) ** POWER times as high, with the probability `error`. SCALE
-    and POWER are fitted to 600,000 simulated sequences of normal differences, for errors of 0.0001
-    to 0.05. Most is spent near BEST_LOOK pairs: few show little, and later looks are rare."""
+    and POWER fit 600,000 simulations of normal differences, for errors of 0.0001 to 0.05."""
     return SCALE * np.minimum((pairs / BEST_LOOK) ** 4, (BEST_LOOK / pairs) ** 2)
 
 

@@ -4,8 +4,8 @@
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
 
 An idea is a file in the folder: NAME.py, a script, or NAME.env, with one VARIABLE=value a line; if
-both are there, the script with these settings. More may be added while the loop runs. Each is
-compared with the best model so far:
+both are there, the script with these settings. A changed file is a new idea. More may be added at
+any time. Each is compared with the best model so far:
 
     screening      1 to 4 seeds that all ideas share; what does not look better is dropped
     confirmation   4 to 16 seeds that nothing has used; what is clearly better is kept, and the
@@ -134,9 +134,8 @@ class Loop:
         return range(first, first + count)
 
     def find_ideas(self) -> bool:
-        """Add the ideas that are new in the folder, oldest first: NAME.py, NAME.env, or both. An
-        edited file is a new idea. Return whether a file is empty, or so new that it may still be
-        written."""
+        """Add the ideas that are new in the folder, oldest first: NAME.py, NAME.env, or both.
+        Return whether a file is empty, or so new that it may still be written."""
         known = {(idea["name"], idea["digest"]) for idea in self.state["ideas"]}
         ideas, unfinished = defaultdict(list), set()
         for file in sorted([*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]):
@@ -231,6 +230,11 @@ def note(idea: dict, arm: Arm, differences: list[float]) -> None:
         idea |= {"low": effect.low, "high": effect.high, "p": effect.p}
 
 
+def tell(idea: dict, runner: Runner) -> None:
+    """Print an idea's verdict."""
+    runner.say("  ".join(map(str, row_of(idea))))
+
+
 def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
     """Screen ideas, and confirm those that remain until one is kept; the others then wait."""
     ideas, kept, arms = loop.state["ideas"], loop.state["kept"], {}
@@ -244,6 +248,7 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
             arms[number] = arm
         except (ValueError, OSError) as error:
             ideas[number] |= {"verdict": "invalid", "why": str(error)}
+            tell(ideas[number], runner)
     for count in range(1, SCREENED + 1):
         loop.save()
         if not arms:
@@ -255,6 +260,7 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
                 why = f"screening, pair {count}" if any(differences) else UNCHANGED
                 ideas[number] |= {"verdict": "dropped", "why": why}
             if ideas[number]["verdict"]:
+                tell(ideas[number], runner)
                 del arms[number]
     loop.save()
     for number, arm in arms.items():
@@ -278,6 +284,7 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
         growth = 100 * (arm.runs[0].artifact_bytes / best.runs[0].artifact_bytes - 1)
         why = f"confirmation: p = {idea['p']:.2g}, level {level:.2g}; {growth:+.1f} % bytes"
         idea |= {"verdict": verdict, "why": why}
+    tell(idea, runner)
     state["confirmed"].append(idea["verdict"] == "kept")
     if idea["verdict"] == "kept":
         state["kept"].append(number)
@@ -369,8 +376,6 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
         if waiting:
             try_ideas(loop, waiting[:runner.jobs], runner)
             draw(loop)
-            for number in waiting[:runner.jobs]:
-                runner.say("  ".join(map(str, row_of(loop.state["ideas"][number]))))
         elif finish and not is_written:
             break
         else:

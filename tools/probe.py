@@ -3,12 +3,10 @@
     python tools/probe.py SCRIPT plan VARIABLE=value ...     what the settings would train
     python tools/probe.py SCRIPT score VARIABLE=value ...    an artifact on the text of tokens.npy
 
-Text and bytes are read, and losses computed, by code of this file. For each position of a row, the
-tokens after it are replaced: no earlier logit may change. (On CPUs, this takes at most 262,144
-tokens. In longer rows, the script's digest draws the positions, and all are tried in the first
-512.) These must be equal: a row alone and in its batch; training and evaluation mode; with
-gradients, without, and in inference mode; loss and cross entropy; the score by the script's
-validation and by its logits.
+Text and bytes are read, and losses computed, by code of this file. For each position of a row, or
+some of a long one, the tokens after it are replaced: no earlier logit may change. These must be
+equal: a row alone and in its batch; training and evaluation mode; with gradients, without, and in
+inference mode; loss and cross entropy; the score by the script's validation and by its logits.
 
 Not found: training on the validation text, several updates in a step, times that are false in all
 of a log, a script that recognises this file, and scores that are false by less than 0.001 bits per
