@@ -860,7 +860,6 @@ class RunLog:
         self.code, self.files = source.encode(), ()  # `export` counts the code's bytes.
         if not is_main:
             return
-        Path("logs").mkdir(exist_ok=True)
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
         set_aside(*paths)  # The logs of two runs never mix.
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
@@ -1430,6 +1429,7 @@ def run(config, overrides: dict, source: str) -> int:
     if checkpoint:
         resume(trainer, loader, checkpoint)
     if ranks.rank == 0:
+        Path("logs").resolve().mkdir(exist_ok=True)  # An error names a dead link's target.
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)

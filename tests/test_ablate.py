@@ -156,6 +156,7 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "logs", "earlier", 1, 1.5)
     os.utime("logs/earlier.txt", (1, 1))
+    train_gpt.Path("logs").mkdir(exist_ok=True)
     train_gpt.RunLog("earlier", "", is_main=True)  # trained anew
     assert [run.bpb for run in effects.read_runs(tmp_path / "logs")] == [1.5]
 

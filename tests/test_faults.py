@@ -329,6 +329,12 @@ def test_a_resume_says_what_it_finds_and_removes_what_a_kill_left(tmp_path, monk
     assert not left.exists()
 
 
+def test_logs_that_are_a_dead_link_are_named(tmp_path, monkeypatch, data):
+    (tmp_path / "logs").symlink_to("/nowhere/scratch")
+    with pytest.raises(SystemExit, match="/nowhere/scratch"):
+        tiny_run(monkeypatch, tmp_path, data)
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_other_text_of_the_same_size_is_noticed(checkpointed, tmp_path, monkeypatch, split):
     other = make_shards(tmp_path)
@@ -473,6 +479,7 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
 def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
     """A full disk, a console that was closed with its stderr, one that has no name or cannot show a letter."""
     monkeypatch.chdir(tmp_path)
+    train_gpt.Path("logs").mkdir(exist_ok=True)
     log = train_gpt.RunLog("run", "", is_main=True)
     closed = Mock(spec=["write"], write=Mock(side_effect=ValueError("closed")))
     with open("logs/run.txt", encoding="utf-8") as unwritable, open("ascii", "w", encoding="ascii") as narrow:

@@ -250,6 +250,7 @@ def test_wall_clock_schedule_against_the_formula_with_a_fake_clock(tmp_path, mon
     trainer = TimedTrainer(FakeRanks(), durations.__getitem__, data_path=str(make_shards(tmp_path)), val_loss_every=10,
                            max_wallclock_seconds=60.0, warmdown_iters=30, iterations=200)
     loader, validation = train_gpt.TokenLoader(trainer.config, one_process()), types.SimpleNamespace(score=score, label="")
+    train_gpt.Path("logs").mkdir(exist_ok=True)
     log = train_gpt.RunLog("timed", "", is_main=True)
     train_gpt.train(trainer, loader, validation, log)
     train_gpt.export(trainer, validation, log)
