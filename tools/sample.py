@@ -64,7 +64,8 @@ def find_model(name: str) -> Path:
     if not name and not path.is_file():
         raise ValueError("there is no model in logs/ yet")
     if not path.is_file():
-        if saved := sorted(path.parent.glob("checkpoints/*.pt")):
+        saved = sorted(path.parent.glob("checkpoints/*.pt"))
+        if log and saved:
             raise ValueError(f"{name} has not ended; give its checkpoint: {saved[-1]}")
         runs = ", ".join(path.parent.name for path in found) or "none"
         raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; there are: {runs}")
