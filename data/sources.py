@@ -476,9 +476,9 @@ class Reader:
         if path.is_dir():
             found = sorted(self.walk(path), key=lambda file: hash_order(file.relative_to(path).as_posix()))
         if not os.path.lexists(path):
-            names = ["sotu", *(str(other) for other in path.parent.glob("*"))]
-            near = difflib.get_close_matches(str(path), names, 1)
-            hint = f"you may mean {near[0]!r}" if near else "name a file, a folder with text, sotu or hf://OWNER/NAME"
+            beside = {SOTU: SOTU} | {other.stem: str(other) for other in path.parent.glob("*")}
+            near = difflib.get_close_matches(path.stem, beside, 1)
+            hint = f"you may mean {beside[near[0]]!r}" if near else "name a file, a folder with text, sotu or hf://OWNER/NAME"
             raise ValueError(f"SOURCE {str(path)!r} does not exist; {hint}")
         if not found:
             skipped = "; ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)

@@ -411,6 +411,7 @@ def test_learnt_vocabularies_and_shards_do_not_depend_on_the_run_or_its_processe
     ([], "there is no text in no SOURCE"), (["empty.txt"], "there is no text in \\['empty.txt'\\]"),
     (["poen.txt"], "SOURCE 'poen.txt' does not exist; you may mean 'poem.txt'"), (["soto"], "you may mean 'sotu'"),
     (["zzz"], "SOURCE 'zzz' does not exist; name a file, a folder with text, sotu or"),
+    (["full/mien/"], "SOURCE 'full/mien' does not exist; you may mean 'full/mine'"), (["novel.unfinished/zzz"], "does not exist; name a file"),
     (["a.jsonl", "--val-docs", 4], "--val-docs 4 leaves none of the 4 documents for training: set a smaller one"),
     (["poem.txt", "--val-docs", 1], "--val-docs 1 leaves nothing .* leave it out, .*--separator"),
     (["letter.txt"], "too short to be cut in two"),
