@@ -105,12 +105,17 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     os.utime(tmp_path / "elsewhere" / "final_model.int8.ptz", (0, 0))
     (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0] + "\n")
     assert sample.find_model("").parent.name == "elsewhere"
-    (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0].replace('"OUT_DIR": "."', '"OUT_DIR": "stopped"') + "\n")
+    start = log.splitlines()[0].replace('"OUT_DIR": "."', '"OUT_DIR": "stopped"')
+    (tmp_path / "logs" / "sooner.jsonl").write_text(start + "\n")  # another run with the same OUT_DIR
+    saved = json.dumps({"event": "checkpoint", "step": 25, "file": "killed_00000025.pt"})
+    (tmp_path / "logs" / "killed.jsonl").write_text(f"{start}\n{saved}\n")
     checkpoint = tmp_path / "stopped" / "checkpoints" / "killed_00000025.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
-    with pytest.raises(ValueError, match="killed has not ended; give its checkpoint: .*checkpoints/killed_00000025.pt"):
-        sample.find_model("killed")
+    for name, message in (("killed", "killed has no final model; give its checkpoint: .*checkpoints/killed_00000025.pt"),
+                          ("sooner", "neither a file nor a RUN_ID with a model in logs/")):
+        with pytest.raises(ValueError, match=message):
+            sample.find_model(name)
     (tmp_path / "logs" / "begun.jsonl").touch()
     with pytest.raises(ValueError, match="begun.jsonl is empty: the run has not begun"):
         sample.find_model("begun")

@@ -235,9 +235,9 @@ def name_best(events: list[dict]) -> str:
             f"{scores[-1]['step']:,}, with {scores[-1]['val_bpb']:.4f}")
 
 
-def find_checkpoint(events: list[dict]) -> Path | None:
+def find_checkpoint(log: Path, events: list[dict]) -> Path | None:
     """Return the last checkpoint of a run that is still there."""
-    folder = Path(events[0]["config"]["OUT_DIR"], "checkpoints")
+    folder = Path(events[0]["config"].get("OUT_DIR", log.with_suffix("")), "checkpoints")
     found = [folder / event["file"] for event in events if event["event"] == "checkpoint"]
     return next(filter(Path.is_file, reversed(found)), None)
 
@@ -326,7 +326,7 @@ def find_artifact(log: Path, start: dict, export: dict) -> Path | None:
 
 def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> str:
     """Return where a run without a final score is, and commands that continue it, score its model or begin it again."""
-    start, checkpoint = events[0], find_checkpoint(events)
+    start, checkpoint = events[0], find_checkpoint(log, events)
     model = checkpoint or (export and find_artifact(log, start, export))
     step = max(event.get("step", 0) for event in events)
     if checkpoint:

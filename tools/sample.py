@@ -27,7 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of thes
 
 import kv_cache  # noqa: E402
 import train_gpt  # noqa: E402
-from events import check_logs, find_run, limited, newest_first, prepare_output, read_events, read_outline  # noqa: E402
+from events import (  # noqa: E402
+    check_logs, find_checkpoint, find_run, limited, newest_first, prepare_output, read_events, read_outline,
+)
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
 SHORTEST = 80  # visible characters of a sample without a prompt
@@ -64,9 +66,8 @@ def find_model(name: str) -> Path:
     if not name and not path.is_file():
         raise ValueError("there is no model in logs/ yet")
     if not path.is_file():
-        saved = sorted(path.parent.glob("checkpoints/*.pt"))
-        if log and saved:
-            raise ValueError(f"{name} has not ended; give its checkpoint: {saved[-1]}")
+        if log and (checkpoint := find_checkpoint(log, read_outline(log))):
+            raise ValueError(f"{name} has no final model; give its checkpoint: {checkpoint}")
         runs = ", ".join(path.parent.name for path in found) or "none"
         raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; there are: {runs}")
     return path
