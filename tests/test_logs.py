@@ -159,6 +159,19 @@ def test_each_mark_has_a_legend_and_losses_of_other_texts_are_not_compared(tmp_p
     assert len(texts) == len(marks) + (len(groups) if len(groups) > 1 else 0)
 
 
+@pytest.mark.parametrize("steps, scores, titles, training", [
+    (range(1, 81), {0: 4.56, 20: 2, 40: 1.5, 80: 1}, ["not shown: 4.56 at the beginning"], ["training loss of single steps", "moving mean of the training loss"]),
+    (range(1, 81), {0: 4.56, 1: 4, 20: 2, 40: 1.5, 80: 1}, ["not shown: 4.00 to 4.56 at the beginning"], ["training loss of single steps", "moving mean of the training loss"]),
+    ((1, 2, 3), {0: 4.56, 3: 1}, [], ["training loss"])])
+def test_a_picture_says_which_dots_it_leaves_out_and_a_short_run_has_no_moving_mean(tmp_path, monkeypatch, steps, scores, titles, training):
+    run, seen = read(tmp_path / "a.jsonl", steps=steps, scores=scores), []
+    assert [style for style, _ in plot.lines_of([run], "step", "train_loss")] == training
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    monkeypatch.setattr(axes, "set_title", lambda axes, title, **more: seen.append(title))
+    plot.draw(plot.groups_of([run]), tmp_path / "a.png")
+    assert seen == titles
+
+
 def test_a_log_is_found_by_its_run_or_path_and_without_a_name_it_is_the_newest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()

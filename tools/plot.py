@@ -4,9 +4,9 @@
     python tools/plot.py first second --out compared.pdf        RUN_IDs in logs/; also .svg, or another format of matplotlib
     python tools/plot.py records/*/*/train_seed*.jsonl          also paths of logs
 
-Dots are validations. Runs of one script and one text that differ only in SEED share a colour: each has a thin line, and their
-mean, at the steps that all of them validated and at the mean of their ends, a thick one. The training loss is drawn below,
-unless the runs differ in text or vocabulary. Runs are named by preset and settings, seeds of a record by the record.
+Runs of one script and one text that differ only in SEED share a colour: each has a thin line, and their mean, at the steps that
+all of them validated and at the mean of their ends, a thick one. The training loss is drawn below, unless the runs differ in
+text or vocabulary. Runs are named by preset and settings, seeds of a record by the record.
 """
 
 import argparse
@@ -40,6 +40,7 @@ STYLES = {
     "mean of the seeds": {"linewidth": 2, "marker": "o", "markersize": 5},
     "score of the compressed model": {"linestyle": "none", "marker": "*", "markersize": 11, "markerfacecolor": "none"},
     "lowest validation": {"linewidth": 1.4, "linestyle": ":"},
+    "training loss": {"linewidth": 1.4, "marker": ".", "markersize": 4},
     "training loss of single steps": {"linewidth": 0.6, "alpha": 0.4},
     "moving mean of the training loss": {"linewidth": 1.4},
 }
@@ -183,9 +184,13 @@ def lines_of(members: list[Run], x: str, y: str):
             if run.score is not None and points.size:
                 yield "score of the compressed model", np.array([[points[0, -1]], [run.score]])
         elif points.size:
+            means = smooth(points[1])
+            if np.allclose(means, points[1]):  # of one step each, in a short run
+                yield "training loss", points
+                continue
             if len(members) == 1:
                 yield "training loss of single steps", points
-            yield "moving mean of the training loss", np.stack([points[0], smooth(points[1])])
+            yield "moving mean of the training loss", np.stack([points[0], means])
     if len(members) > 1 and y == "val_bpb":
         yield "mean of the seeds", connected(mean_curve(members, x))
 
@@ -229,6 +234,15 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
     axes.grid(alpha=0.3)
 
 
+def name_hidden_dots(axes) -> None:
+    """Write above a panel which values the dots have that its axis leaves out. A line alone is seen to leave the panel."""
+    low, high = axes.get_ylim()
+    values = [y for line in axes.lines if line.get_marker() != "None" for y in line.get_ydata() if y < low or y > high]
+    if values:
+        texts = dict.fromkeys([f"{min(values):.2f}", f"{max(values):.2f}"])
+        axes.set_title(f"not shown: {' to '.join(texts)} at the beginning", loc="left", fontsize="small")
+
+
 @own_style()
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
     """Write a picture in the format of the file's ending. Raises ImportError without matplotlib, ValueError for a format
@@ -246,6 +260,8 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     colours = [palette(number) for number in range(len(groups))]
     for (row, column), axes in np.ndenumerate(panels):
         draw_panel(axes, groups, colours, columns[column], rows[row])
+    for axes in panels[:, 0]:  # when all panels of a row have chosen their common limits
+        name_hidden_dots(axes)
     if len(groups) == 1:
         picture.suptitle(labels[0], fontsize=11)
     else:
