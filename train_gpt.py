@@ -1469,8 +1469,8 @@ def main() -> int:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError)
-        hint = "\nLower MICRO_BATCH_TOKENS or MODEL_DIM" if is_memory else ""
+        oom = isinstance(error, torch.OutOfMemoryError)
+        hint = "\nLower MICRO_BATCH_TOKENS; 3e9 parameters fill 80 GB" if oom else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
