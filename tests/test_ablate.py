@@ -188,7 +188,7 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ablate.py", "tried"])
     assert ablate.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "Of all 3, 1 look better one by one (p <= 0.05), as about 0.2 would without any effect" in lines[0]
+    assert "Of all 3 comparisons, 1 look better one by one (p <= 0.05); by chance alone, about 0.2 would" in lines[0]
     assert len(lines) == 7 and lines[4].startswith("| `MLP_SLOPE=0.5 data=b` | 100 steps | undecided | +0.0115 (−")
     assert re.match(r"\| `MLP_SLOPE=0.5` \| 100 steps \| better \| −0.0103 \(−.* to −.*\) \| 4 \| 0.0005 \| idea \| base \| sotu \|$", lines[6])
     assert [facts["data"] for facts in ablate.read_tried()].count(base.content["data"]) == 2
@@ -448,7 +448,7 @@ def test_ablations_are_stopped_repeated_shared_and_judged(laboratory, monkeypatc
     facts = json.loads(facts)
     assert facts["verdict"] == "better" and not facts["unchecked"]
     assert len(effects.read_runs(logs)) == 2 * facts["pairs"]  # None was trained twice.
-    assert re.search(rf"honest +better +-[1-9].*, {facts['pairs']} pairs of seeds; without what the selection adds -[1-9]", output)
+    assert re.search(rf"honest +better +-[1-9].*, {facts['pairs']} pairs of seeds; corrected for being selected: -[1-9]", output)
     assert "ideas tried on this text: 1; 1 look better one by one" in output
     assert re.search(r"\d runs took [0-9.]+ min one by one", output)
     process = start(words[1], "late script=late.py", "leak script=leak.py", "bytes script=bytes.py", "broken script=broken.py",
@@ -532,7 +532,8 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
                            (["x", "y INIT_FROM=9"], "y sets INIT_FROM, which must be equal in all"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
-                           (["x", "y", "--seconds", "3"], "how long is a run? Give either"), (["x", "--seconds", "-6"], "of 0 or more"),
+                           (["x", "y", "--seconds", "3"], "--seconds is given, and --base, --settings or the environment has ITERATIONS"),
+                           (["x", "y A=1", "--settings", "SEED=1"], "how long is a run? Give either --settings ITERATIONS=600 or"), (["x", "--seconds", "-6"], "of 0 or more"),
                            (["x", "y script='a b"], "No closing quotation"),
                            (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),

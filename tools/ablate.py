@@ -13,7 +13,7 @@ others are compared with. All train with seed after seed, until each gets a verd
     no gain    it gains less than --diff bits per byte; if it gains more, 5 % of cases say this.
                Intervals hold at all numbers of pairs together, so of a few pairs, they are several
                times as wide as those of a single t-test
-    undecided  --most-seeds are not enough; with more, the command goes on
+    undecided  --most-seeds are not enough; repeat the command with more, and it goes on
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss
                is not theirs, or an artifact does not score what its log says. Not noticed: training
                on the validation text, several updates in a step
@@ -117,9 +117,12 @@ def read_common(options) -> dict:
         settings, _ = read_settings(options.base)
     settings |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
     has_steps = "ITERATIONS" in settings or "ITERATIONS" in os.environ
-    if has_steps == bool(options.seconds):
-        raise ValueError("how long is a run? Give either --settings ITERATIONS=600, or --seconds 60"
-                         ": the time limit of a preset is not used")
+    either = "Give either --settings ITERATIONS=600 or --seconds 60"
+    if not (has_steps or options.seconds):
+        raise ValueError(f"how long is a run? {either}; a preset's time limit is not used")
+    if has_steps and options.seconds:
+        raise ValueError(f"--seconds is given, and --base, --settings or the environment has "
+                         f"ITERATIONS. {either}")
     if options.seconds and not gpu_names() and hasattr(os, "getloadavg"):
         load = os.getloadavg()[0]
         if load > BUSY * count_cores():
@@ -426,7 +429,7 @@ def sentence(facts: dict, diff: float) -> str:
     if facts["verdict"] == "no gain":
         text = f"it is worse: {text}" if facts["low"] > 0 else f"of {diff:g} or more: {text}"
     if facts["verdict"] == "better":
-        text += f"; without what the selection adds {facts['effect_corrected']:+.4f}"
+        text += f"; corrected for being selected: {facts['effect_corrected']:+.4f}"
     if facts["verdict"] == "better" and facts["spread"] > diff:
         text += "; pairs vary by more than --diff, so rare bad runs may have been missed"
     ratios = facts["step_ratios"]
@@ -458,8 +461,8 @@ def read_tried() -> list[dict]:
 def count_better(tried: list[dict]) -> str:
     """Return how many comparisons look better, and how many of them may be false."""
     better = sum(facts["p"] <= ERROR for facts in tried)
-    return (f"{better} look better one by one (p <= {ERROR:g}), as about "
-            f"{ERROR * len(tried):.1f} would without any effect")
+    return (f"{better} look better one by one (p <= {ERROR:g}); by chance alone, about "
+            f"{ERROR * len(tried):.1f} would")
 
 
 def list_tried() -> list[str]:
@@ -472,7 +475,8 @@ def list_tried() -> list[str]:
         rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"],
                      effect.replace("-", "−"), facts["pairs"], f"{facts['spread']:.4f}",
                      facts["name"], facts["base"], facts["text"]])
-    about = f"Each interval holds for itself. Of all {len(tried)}, {count_better(tried)}. "
+    about = (f"Of all {len(tried)} comparisons, {count_better(tried)}. An interval does not allow "
+             "for the others. ")
     return [f"{about}The first six cells are for records/ablations.md.\n", *table(HEADER, rows)]
 
 
