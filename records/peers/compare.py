@@ -132,11 +132,10 @@ def lay_out_data(run: dict):
 def command_for_ours(run: dict) -> list[str]:
     """Return the command that trains this repository's model: for the plays, that of run.sh."""
     words = [f"RUN_ID={run['id']}", f"OUT_DIR={run['folder']}", f"SEED={run['seed']}",
-             f"DATA_PATH={run['data']}/shards"]
+             f"DATA_PATH={run['data']}/shards", f"MAX_WALLCLOCK_SECONDS={run['seconds']}"]
     if run["text"] == "plays":
-        return ["tools/start.py", f"MAX_WALLCLOCK_SECONDS={run['seconds']}", *words]
+        return ["tools/start.py", *words]
     preset = "cpu_1mb" if run["dtype"] == "bfloat16" else "cpu_1mb_avx2"
-    words.append(f"MAX_WALLCLOCK_SECONDS={run['seconds'] - 3}")  # of ten minutes: as the presets
     return ["train_gpt.py", f"@records/presets/{preset}.env", *words]
 
 
