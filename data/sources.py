@@ -34,6 +34,8 @@ START_CHARS = 1 << 12  # read to see what kind of text it is
 MARKER = "<|endoftext|>"  # of GPT-2's vocabulary, often between the documents of a text file
 BLOCK_CHARS = 1 << 20  # of a text file, read at a time
 MARKUP = {".ipynb", ".html", ".htm", ".xhtml", ".xml", ".svg", ".rss", ".rtf", ".eml", ".mbox"}  # text inside other text
+OFFICE = {".doc", ".docx", ".epub", ".odt", ".pages", ".pdf"}
+OFFICE_STARTS = (b"PK\3\4", b"%PDF", b"\xd0\xcf\x11\xe0")  # first bytes: of zip archives, such as .docx; of .pdf; of .doc
 NO_CONTROLS = bytes({*b"\b\t\n\v\f\r\x1b", *range(32, 256)})  # the other bytes are rare in text
 PLACEHOLDER = re.compile(rb"version https://(git-lfs|hawser)\.github\.com/spec/|/annex/objects/")  # the whole file is a few lines
 PLACEHOLDER_ADVICE = "is a placeholder of Git LFS or git-annex: fetch the file with `git lfs pull` or `git annex get`"
@@ -72,6 +74,8 @@ def open_text(file, path: Path, encoding: str, errors: str = "surrogateescape") 
     with suppress(AttributeError):  # bz2 and lzma would take damage at the start of a later stream for the end of the file
         opened._buffer.raw._trailing_error = ()
     start = opened.peek(4)
+    if format_of(path) in OFFICE and start.startswith(OFFICE_STARTS):  # Otherwise the advice would be to name another encoding.
+        raise OtherContent(f"is a {format_of(path)} (convert to plain text)")
     for mark, name in MARKS.items():
         if start.startswith(mark) and not encoding.startswith((name, "utf-32")):  # UTF-32 may begin as UTF-16 does
             raise OtherContent(f"is text in {name}: set --encoding {name}, not {encoding.removesuffix('-sig')}")

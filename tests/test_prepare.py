@@ -147,6 +147,8 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / "y.png").write_bytes(LFS)
+    (folder / "letter.docx").write_bytes(b"PK\3\4" + bytes(99))
+    (folder / "old.doc").write_bytes(b"\xd0\xcf\x11\xe0" + bytes(99))
     (folder / "z.txt").symlink_to("nowhere")
     (folder / ".git" / "config").write_text("hidden")
     os.mkfifo(folder / "pipe")
@@ -154,7 +156,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     assert sorted(found) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
     assert "read 7 files; skipped 2 given twice, " in output
-    assert all(part in output for part in ("1 .png", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links"))
+    assert all(part in output for part in ("1 .png", "1 .docx (convert to plain text)", "1 .doc (convert", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links"))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))
     with pytest.raises(SystemExit, match="^prepare.py: .*no such folder"):  # is not left out
@@ -224,7 +226,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5678\n
     ("a.txt", "some text\n".encode("utf-16-le") * 9, "document 1 is not UTF-8 text: name its --encoding"),
     ("a.txt", "größe".encode("cp1252"), "document 1 is not UTF-8 text; if all .* --encoding, such as cp1252; .* iconv -f cp1252 -t utf-8 FILE > NEW"),
     ("a.csv", "text\ngröße\n".encode("cp1252"), "row 1 is not UTF-8 text under 'text'; .* iconv -f cp1252 "),
-    ("a.pdf", b"%PDF-1.5\n\xff\xfe", "document 1 is not UTF-8")])
+    ("a.pdf", b"%PDF-1.5\n\xff\xfe", r"is a \.pdf \(convert to plain text\)")])
 def test_what_is_no_text_is_named_or_left_out_on_demand(tmp_path, capsys, read, name, content, wanted):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=f"^prepare.py: .*{name}(, | cannot be read: | ){wanted}.*--skip-bad"):
