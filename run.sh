@@ -26,9 +26,9 @@ fi
 python=.venv/bin/python
 $python -c '' 2> /dev/null || python=${PYTHON:-python3}  # None is there, or a broken one.
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2> /dev/null ||
-  fail "Python 3.11 or newer is needed, and $python is" \
-    "$("$python" --version 2> /dev/null || echo not there); delete .venv, if it is there, and" \
-    "name another: PYTHON=python3.12 ./run.sh"
+  fail "Python 3.11 to 3.14 is needed, and $python is" \
+    "$("$python" --version 2> /dev/null || echo not there); install one, delete .venv if it is" \
+    "there, and name it: PYTHON=python3.12 ./run.sh"
 case ${1:-} in
   --help | -h) exec "$python" tools/start.py --help ;;
   test) packages=requirements-dev.txt ;;
@@ -51,7 +51,8 @@ if [ ! -e "$stamp" ]; then
       --index-url https://download.pytorch.org/whl/cpu 2> /dev/null ||  # without gigabytes of CUDA
       echo "the CPU build of PyTorch cannot be fetched: installing the usual one"
   fi
-  "${pip[@]}" -r "$packages" || fail "pip could not install $packages; its messages above say why"
+  "${pip[@]}" -r "$packages" || fail "pip could not install $packages; its messages above" \
+    "say why. PyTorch needs Python 3.11 to 3.14 and, on a Mac, macOS 14 on Apple silicon"
   touch "$stamp"
 fi
 [ "${1:-}" = test ] || exec .venv/bin/python tools/start.py "$@" 9<&-

@@ -173,7 +173,7 @@ def test_run_sh_refuses_other_words_before_it_installs_anything(checkout):
     assert result.stderr.startswith("run.sh: there is no records/presets/x.env; presets in records/presets: cpu_1mb cpu_1mb_avx2 gpu_")
     assert result.stderr.endswith(" quick\n")  # not what only adds to a preset
     result = shell(checkout, "-c", "PYTHON=./old-python sh run.sh DEVICE=cpu")
-    assert result.stderr.startswith("run.sh: Python 3.11 or newer is needed, and ./old-python is Python 3.10.12; delete .venv")
+    assert result.stderr.startswith("run.sh: Python 3.11 to 3.14 is needed, and ./old-python is Python 3.10.12; install one")
     assert not (checkout / ".venv").exists()
 
 
@@ -191,7 +191,7 @@ def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
     for stamp in (checkout / ".venv").glob("installed-*"):
         stamp.unlink()
     stand_in(checkout, "python", 'case "$*" in --version) echo Python 3.10.12 ;; *version_info*) exit 1 ;; esac')
-    assert "needed, and .venv/bin/python is Python 3.10.12; delete .venv" in shell(checkout, "run.sh").stderr
+    assert "needed, and .venv/bin/python is Python 3.10.12; install one" in shell(checkout, "run.sh").stderr
     stand_in(checkout, "python", '[[ "$*" != *pip* ]]')  # as uv makes it
     result = shell(checkout, "run.sh")
     assert result.stderr == "run.sh: this .venv has no pip: run .venv/bin/python -m ensurepip, or delete .venv\n"
