@@ -67,8 +67,9 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     gpus = common.gpu_names() or [track.get("machine", "")]  # Without nvidia-smi, the log tells.
     verify.check_machine(track, options.ranks, options.ranks, gpus[0], problems)
     count = 0 if config.device == "cpu" else train_gpt.torch.cuda.device_count()
-    problems.check(count <= options.ranks, f"{count} GPUs, but --ranks is {options.ranks}; to use "
-                   "fewer GPUs, set CUDA_VISIBLE_DEVICES")
+    problems.check(count in (0, options.ranks), f"{count} GPUs, but --ranks is {options.ranks}; to "
+                   "use fewer GPUs, set CUDA_VISIBLE_DEVICES; if they are in several machines, train "
+                   "the seeds yourself, and give --runs: see records/presets/README.md")
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
     problems.check(not folder.exists(), f"{folder} is there: choose another --name")

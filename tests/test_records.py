@@ -189,13 +189,13 @@ def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypa
     (["--seeds", "1,x"], "invalid literal .*'x'"), (["--seeds", "1,2,02"], "the track asks for 3 seeds; there are 2"),
     (["--division", ""], "--track, --name and --division are needed"), (["--division", "other"], "division 'other' must be one of tiny"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["--track", "none"], "there is no .*none/track.json"),
-    (["--name", "Control"], "_Control is there: choose another --name"), (["RESUME=auto", "SEED=5"], "RESUME, SEED cannot be set"), (["--ranks", "3"], "threads is 3, more than 2"), (["DEVICE=cuda"], "8 GPUs, but --ranks is 1; to use fewer GPUs, set CUDA_VISIBLE_DEVICES"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
+    (["--name", "Control"], "_Control is there: choose another --name"), (["RESUME=auto", "SEED=5"], "RESUME, SEED cannot be set"), (["--ranks", "3"], "threads is 3, more than 2"), (["DEVICE=cuda"], "2 GPUs, but --ranks is 1; to use fewer GPUs, set CUDA_VISIBLE_DEVICES"), (["DEVICE=cuda", "--ranks", "4"], "2 GPUs, but --ranks is 4; .* in several machines, .* give --runs"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
     (tiny_arguments("tiny", **CAP), "^make.py: now they train")])
 def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path, more, message):
     monkeypatch.chdir(tmp_path)  # The paths in settings are relative to the repository.
     monkeypatch.setattr(make, "run_seeds", Mock(side_effect=ValueError("now they train")))
-    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 2)
     found = run_make(monkeypatch, "--track", "track_tiny", "--division", "tiny", "--name", "New", "MAX_WALLCLOCK_SECONDS=10", "DEVICE=cpu", *more)
     assert re.search(message, f"{capsys.readouterr().err if found == 2 else found}")
 
