@@ -95,4 +95,4 @@ def test_another_value_matters(outcome, name):
     else:
         value, *needs = (OTHERS.get(name) or other_value(name)).split()
         is_other = outcome(f"{name}={value}", *needs) != outcome(*needs)
-        assert is_other, f"{name}={value} changes nothing; give it another value in OTHERS"
+        assert is_other, f"{name}={value} changes nothing; in OTHERS, give it another value, or what it needs: \"{value} NAME=value\""

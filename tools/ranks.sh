@@ -1,7 +1,7 @@
 #!/bin/bash
 # Give each process of Open MPI, MPICH, PALS or Slurm the variables that torchrun would set, then run a command:
 #     mpiexec -n 16 tools/ranks.sh python train_gpt.py
-#     srun --nodes=2 --ntasks-per-node=8 tools/ranks.sh python train_gpt.py
+#     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 tools/ranks.sh python train_gpt.py
 # Where neither Slurm nor PBS knows the first machine, set MASTER_ADDR to the address of rank 0.
 for names in "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE" \
   "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS" "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE" \
