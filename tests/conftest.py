@@ -103,6 +103,12 @@ def make_shards(folder: Path) -> Path:
     return data
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Such a folder, which no test may change."""
+    return make_shards(tmp_path_factory.mktemp("data"))
+
+
 def tiny_config(**changes) -> train_gpt.Config:
     """The tiny configuration with lower-case changes, resolved as on one CPU."""
     values = {name.lower(): train_gpt.parse_value(name, text) for name, text in TINY.items()}

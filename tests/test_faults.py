@@ -78,11 +78,6 @@ def read_checkpoint(path):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, data):
     """The folder of a finished run with checkpoints of steps 3, 6 and 9."""
     folder = tmp_path_factory.mktemp("whole")

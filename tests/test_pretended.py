@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch.utils.backend_registration
-from conftest import REPOSITORY, events, make_shards, tiny_arguments
+from conftest import REPOSITORY, events, tiny_arguments
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
                                 reason=f"PyTorch {torch.__version__} has no devices made in Python; 2.10 has")
@@ -34,11 +34,6 @@ def run(folder, card, *arguments, ranks=1, plant="", script=REPOSITORY / "tests"
 
 def values(folder, event, name):
     return [line[name] for line in events(folder, "run") if line["event"] == event]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -39,17 +39,16 @@ PATTERNS = [  # in this order, others between them
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One tiny run, with the folder it ran in and the folder of its data."""
+def finished(tmp_path_factory, data):
+    """One tiny run, with the folder it ran in."""
     folder = tmp_path_factory.mktemp("finished")
-    data = make_shards(folder)
     result = run_trainer(folder, *tiny_arguments(data, RUN_ID="run"))
     assert result.returncode == 0, result.stderr
-    return folder, data, result
+    return folder, result
 
 
 def test_the_log_has_the_lines_that_parsers_read(finished):
-    folder, _, result = finished
+    folder, result = finished
     lines = result.stdout.splitlines()
     rest = iter(lines)
     for pattern in PATTERNS:
@@ -60,7 +59,7 @@ def test_the_log_has_the_lines_that_parsers_read(finished):
 
 
 def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
-    folder, _, result = finished
+    folder, result = finished
     seen = events(folder, "run")
     assert [event["event"] for event in seen] == [
         "config", "val", "train", "train", "val", "train", "train", "val", "export", "final"]
@@ -77,9 +76,8 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
     assert clock == sorted(clock) and 0 < clock[0] < clock[-1]
 
 
-def test_two_ranks_compute_what_one_does(finished, tmp_path, monkeypatch):
+def test_two_ranks_compute_what_one_does(data, tmp_path, monkeypatch):
     """With three matrices of some shapes, of which one rank gets two."""
-    _, data, _ = finished
     words = tiny_arguments(data, NUM_LAYERS=3, LANES=1)
     run_here(monkeypatch, tmp_path, *words, "RUN_ID=one")
     result = run_trainer(tmp_path, *words, "RUN_ID=two", "OUT_DIR=out", ranks=2)
@@ -119,10 +117,9 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
     (dict(TOKENIZER_PATH="a.model"), "TOKENIZER_PATH='a.model' cannot be read: "),
     (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: "),
     (dict(ATTN="cudnn"), "ATTN=cudnn does not run float32 heads of 16, or not as math does; try auto")])
-def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, changes, wanted):
+def test_mistakes_are_found_before_training(data, tmp_path, monkeypatch, changes, wanted):
     if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
         pytest.skip("MPS is there")
-    _, data, _ = finished
     for name in ("a.model", "a.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
@@ -130,24 +127,22 @@ def test_mistakes_are_found_before_training(finished, tmp_path, monkeypatch, cha
     assert not [*(tmp_path / "logs").glob("*")]  # no log was begun
 
 
-def test_float16_trains_alike(finished, tmp_path, monkeypatch):
+def test_float16_trains_alike(finished, data, tmp_path, monkeypatch):
     """With loss scaling: the same losses, nearly, and no step that is skipped for good."""
-    folder, data, _ = finished
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE="float16"))
-    losses = [[e["val_loss"] for e in events(f, "run") if e["event"] == "val"] for f in (folder, tmp_path)]
+    losses = [[e["val_loss"] for e in events(f, "run") if e["event"] == "val"] for f in (finished[0], tmp_path)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1][-1] < losses[1][0] - 0.1
 
 
-def test_a_text_that_its_manifest_contradicts_is_not_scored(finished, tmp_path, monkeypatch):
-    data = shutil.copytree(finished[1], tmp_path / "tiny")
+def test_a_text_that_its_manifest_contradicts_is_not_scored(data, tmp_path, monkeypatch):
+    data = shutil.copytree(data, tmp_path / "tiny")
     (data / "manifest.json").write_text(json.dumps({"splits": {"val": {"tokens": 2999, "shards": []}}}))
     with pytest.raises(SystemExit, match=r"manifest.json says \[2999, .*shards and TOKENIZER_PATH=byte260 give"):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
 
 
-def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(finished, tmp_path, monkeypatch, capsys):
+def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(data, tmp_path, monkeypatch, capsys):
     """No run replaces what another one has left."""
-    _, data, _ = finished
     common = dict(OUT_DIR="", CHECKPOINT_EVERY=2, VAL_LOSS_EVERY=0)
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="first", MAX_WALLCLOCK_SECONDS=600))
     assert "step:4/4 train_loss" in capsys.readouterr().out
@@ -214,27 +209,27 @@ def other_values() -> list[str]:
 
 
 @pytest.mark.parametrize("setting", other_values())
-def test_a_switch_trains_from_a_real_start_and_resumes(finished, tmp_path, monkeypatch, setting):
+def test_a_switch_trains_from_a_real_start_and_resumes(data, tmp_path, monkeypatch, setting):
     """Outputs start at zero, and so do many gradients: a division by their size must not show."""
     common = dict(ITERATIONS=4, CHECKPOINT_EVERY=2, OUT_DIR="", TRAIN_LOG_EVERY=1)
-    run_here(monkeypatch, tmp_path, *tiny_arguments(finished[1], **common, RUN_ID="whole"), setting)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="whole"), setting)
     losses = [event["train_loss"] for event in events(tmp_path, "whole") if event["event"] == "train"]
     assert losses[-1] < losses[0]
     middle = "logs/whole/checkpoints/whole_00000002.pt"
-    run_here(monkeypatch, tmp_path, *tiny_arguments(finished[1], **common, RUN_ID="resumed", RESUME=middle), setting)
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="resumed", RESUME=middle), setting)
     whole, resumed = (Path("logs", name, train_gpt.MODEL_FILE).read_bytes() for name in ("whole", "resumed"))
     assert whole == resumed
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
-def test_presets_train_and_export(finished, tmp_path, monkeypatch, preset):
+def test_presets_train_and_export(data, tmp_path, monkeypatch, preset):
     """Their switches on a small model: the shape, the data and the clock are the tests'."""
     _, settings = train_gpt.load_config([f"@{preset}"], {})
     small = {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "MODEL_DIM": 64, "NUM_LAYERS": 3, "ITERATIONS": 8, "VAL_LOSS_EVERY": 0,
              "MAX_WALLCLOCK_SECONDS": 0, "INT8_KEEP_FLOAT_MAX_NUMEL": 1000, "RUN_ID": "preset"}
     shorter = {"ROPE_DIMS": 8, "EVAL_STRIDE": 16, "LANES": 2}
     small |= {name: value for name, value in shorter.items() if name in settings}
-    run_here(monkeypatch, tmp_path, f"@{preset}", *tiny_arguments(finished[1], **small))
+    run_here(monkeypatch, tmp_path, f"@{preset}", *tiny_arguments(data, **small))
     log = events(tmp_path, "preset")
     first, final = next(event for event in log if event["event"] == "train"), log[-1]
     assert final["step"] == 8 and final["val_loss"] < first["train_loss"] - 0.1

@@ -29,15 +29,14 @@ NAMES = {name.upper(): int(value) if isinstance(value, bool) else value for name
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with final_model.int8.ptz, final_model.pt and another tokenizer, other.model, and its data."""
+def trained(tmp_path_factory, data):
+    """A folder with final_model.int8.ptz, final_model.pt and another tokenizer, other.model."""
     folder = tmp_path_factory.mktemp("trained")
     learn_vocabulary("char", ["the fox"], folder / "other.model")
-    data = make_shards(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         run_here(monkeypatch, folder, *tiny_arguments(
             data, RUN_ID="run", **NAMES, EXPORT_BITS=5, INT8_KEEP_FLOAT_MAX_NUMEL=100))
-    return folder, data
+    return folder
 
 
 def tiny_settings() -> list[str]:
@@ -62,7 +61,7 @@ def call(monkeypatch, capsys):
     ({"NUM_LAYERS": -3}, "NUM_LAYERS=-3"), ({"MODEL_DIM": 64}, "other.ptz cannot be loaded into this model")])
 def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, message):
     """Its weights are as they were; it says something else of itself."""
-    artifact = train_gpt.read_saved(trained[0] / "final_model.int8.ptz")
+    artifact = train_gpt.read_saved(trained / "final_model.int8.ptz")
     artifact["about"] = json.dumps({**json.loads(artifact["about"]), **changes})
     other = tmp_path / "other.ptz"
     other.write_bytes(zlib.compress(train_gpt.saved(artifact)))
@@ -71,22 +70,21 @@ def test_an_artifact_sets_only_what_its_model_is(trained, tmp_path, changes, mes
 
 
 def test_an_artifact_of_an_older_script_is_read_if_what_is_gone_was_off(trained, tmp_path):
-    artifact = train_gpt.read_saved(trained[0] / "final_model.int8.ptz")
+    artifact = train_gpt.read_saved(trained / "final_model.int8.ptz")
     artifact["about"] = json.dumps({**json.loads(artifact["about"]), "NUM_LOOPS": 0, "LOOP_START": 1, "LOOP_END": 1})
     (tmp_path / "older.ptz").write_bytes(zlib.compress(train_gpt.saved(artifact)))
-    models = [sample.load(path) for path in (tmp_path / "older.ptz", trained[0] / "final_model.int8.ptz")]
+    models = [sample.load(path) for path in (tmp_path / "older.ptz", trained / "final_model.int8.ptz")]
     assert all(map(train_gpt.torch.equal, *(model.parameters() for model in models)))
 
 
 def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     """In the OUT_DIR that the log names, unless that has the model of another run; without a name, that of the last run that
     ended, or the newest in logs/."""
-    folder, _ = trained
-    monkeypatch.chdir(folder)
-    assert sample.find_model("run").samefile(folder / "final_model.int8.ptz")
+    monkeypatch.chdir(trained)
+    assert sample.find_model("run").samefile(trained / "final_model.int8.ptz")
     for copy in ("logs/input.txt.jsonl", "input.txt"):  # the text that a run is named after
         shutil.copy("logs/run.jsonl", copy)
-    assert sample.find_model("input.txt").samefile(folder / "final_model.int8.ptz")
+    assert sample.find_model("input.txt").samefile(trained / "final_model.int8.ptz")
     monkeypatch.chdir(tmp_path)
     for time_s, name in enumerate(("old", "new")):
         model = tmp_path / "logs" / name / "final_model.int8.ptz"
@@ -95,13 +93,13 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
         os.utime(model, (time_s, time_s))
     assert sample.find_model("").parent.name == "new"
     assert sample.find_model("old").parent.name == "old"  # a copied folder has no log
-    log = (folder / "logs" / "run.jsonl").read_text()
+    log = (trained / "logs" / "run.jsonl").read_text()
     (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
     with pytest.raises(ValueError, match="is the model of another run, not of new"):
         sample.find_model("new")
     (tmp_path / "logs" / "last.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "elsewhere"'))
     (tmp_path / "elsewhere").mkdir()
-    shutil.copy(folder / "final_model.int8.ptz", tmp_path / "elsewhere")
+    shutil.copy(trained / "final_model.int8.ptz", tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere" / "final_model.int8.ptz", (0, 0))
     (tmp_path / "logs" / "killed.jsonl").write_text(log.splitlines()[0] + "\n")
     assert sample.find_model("").parent.name == "elsewhere"
@@ -126,7 +124,7 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
 
 def test_a_model_that_was_sent_finds_its_tokenizer_beside_it_or_in_the_repository(trained, tmp_path, monkeypatch):
     """Not another one that is where its own was."""
-    own, named = trained[0] / "other.model", Path("data/datasets/mine/tokenizer.model")
+    own, named = trained / "other.model", Path("data/datasets/mine/tokenizer.model")
     config = tiny_config(tokenizer_path=str(named), vocab_size=sample.load_tokenizer(str(own)).vocab_size,
                          tokenizer_sha256=sha256(own.read_bytes()).hexdigest())
     model, sent, root = train_gpt.GPT(config), tmp_path / "sent", tmp_path / "root"
@@ -141,13 +139,12 @@ def test_a_model_that_was_sent_finds_its_tokenizer_beside_it_or_in_the_repositor
         shutil.copy(own, place)
         assert sample.find_tokenizer(model, sent / "final_model.int8.ptz").file == place
         place.unlink()
-    shutil.copy(trained[0] / "final_model.int8.ptz", sent)
+    shutil.copy(trained / "final_model.int8.ptz", sent)
     assert sample.find_model("sent/") == Path("sent/final_model.int8.ptz")
 
 
-def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypatch):
+def test_a_checkpoint_has_the_settings_of_its_model(trained, data, tmp_path, monkeypatch):
     """As an artifact has: what they compute is the same, and what is set otherwise is an error that names it."""
-    folder, data = trained
     words = tiny_arguments(data, RUN_ID="kept", **NAMES, ROPE_BASE=100, CHECKPOINT_EVERY=4)
     run_here(monkeypatch, tmp_path, *words)
     checkpoint, scores = tmp_path / "checkpoints" / "kept_00000004.pt", []
@@ -157,7 +154,7 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, tmp_path, monkeypat
         scores.append(json.loads((tmp_path / "logs" / "score.jsonl").read_text().splitlines()[-1])["val_loss"])
     assert scores[0] == scores[1]
     assert sample.load(checkpoint).config.rope_base == 100
-    for path in (checkpoint, folder / "final_model.int8.ptz"):
+    for path in (checkpoint, trained / "final_model.int8.ptz"):
         for word in ("SHIFT_KEYS=0", "LOGIT_SOFTCAP=5", "NUM_LAYERS=3"):
             name, value = word.split("=")
             with pytest.raises(ValueError, match=rf"{name}={value} \(argument\), but the model in INIT_FROM=.* has {name}="):
@@ -187,7 +184,7 @@ def test_a_model_is_used_in_the_process_that_trained(trained):
     """A run leaves one of PyTorch's kernels for attention switched on, with tiles none."""
     for name in train_gpt.SDP_OF_ATTN.values():
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
-    model = sample.load(trained[0] / "final_model.int8.ptz")
+    model = sample.load(trained / "final_model.int8.ptz")
     assert model.hidden(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
 
 
@@ -243,8 +240,8 @@ def test_a_text_goes_on_when_the_context_is_full_and_ends_with_the_document():
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_sample_without_a_prompt_is_not_empty(trained, capsys, temperature):
     """Although the model would end each document at once."""
-    model = sample.load(trained[0] / "final_model.int8.ptz")
-    tokenizer = sample.find_tokenizer(model, trained[0] / "final_model.int8.ptz")
+    model = sample.load(trained / "final_model.int8.ptz")
+    tokenizer = sample.find_tokenizer(model, trained / "final_model.int8.ptz")
     compute = model.logits
 
     def likes_the_end(x):
@@ -273,13 +270,12 @@ def test_text_is_shown_as_it_comes_and_characters_when_they_are_whole(monkeypatc
 
 
 def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, call):
-    folder, _ = trained
-    model = folder / "final_model.int8.ptz"
+    model = trained / "final_model.int8.ptz"
     options = ["--prompt", "the quick", "--length", "12", "--samples", "2", "--seed", "3"]
     first = call(sample, model, *options)
     assert first.count("the quick") == 2 and call(sample, model, *options) == first
     assert "\nfox" in call(sample, model, "--interactive", "--length", "3", typed="the\nfox\n")
-    assert call(sample, folder / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings()).startswith("a")
+    assert call(sample, trained / "final_model.pt", "--length", "3", "--prompt", "a", *tiny_settings()).startswith("a")
 
 
 @pytest.mark.parametrize("script, arguments, message", [
@@ -289,7 +285,7 @@ def test_text_comes_from_the_artifact_or_from_weights_with_settings(trained, cal
     (sample, ["final_model.pt", *(word for word in tiny_settings() if not word.startswith("DTYPE="))], "add .* its DTYPE"),
     (export_hf, ["final_model.pt", "hf"], "export_hf.py: .*final_model.pt does not say what its model is")])
 def test_what_cannot_be_used_is_named(trained, monkeypatch, call, script, arguments, message):
-    monkeypatch.chdir(trained[0])
+    monkeypatch.chdir(trained)
     with pytest.raises(SystemExit, match=message):
         call(script, *arguments)
 
