@@ -131,7 +131,7 @@ def events(folder: Path, run_id: str) -> list[dict]:
 
 
 def run_trainer(folder: Path, *arguments: str, ranks: int = 0, environment=None, script=REPOSITORY / "train_gpt.py"):
-    """Runs the script in `folder`, by torchrun where `ranks` > 0. Returns the finished process."""
+    """Runs a script in `folder`, by torchrun where `ranks` > 0. Returns the finished process."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     clean = {k: v for k, v in os.environ.items() if k not in TINY and k not in ("RUN_ID", "OUT_DIR")}
     if ranks:

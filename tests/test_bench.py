@@ -2,14 +2,11 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 
 import bench
 import pytest
-from conftest import REPOSITORY, run_script
+from conftest import REPOSITORY, run_script, run_trainer
 
 TINY = ("NUM_LAYERS=1 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 TRAIN_SEQ_LEN=32 TRAIN_BATCH_TOKENS=1024 "
         "COMPILE=0 DEVICE=cpu")
@@ -77,10 +74,8 @@ def test_every_configuration_is_one_of_the_trainers():
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="not in a git repository")
 @pytest.mark.slow
 def test_two_commits_are_compared_and_steps_are_timed_in_parts_and_profiled(tmp_path):
-    command = [sys.executable, str(REPOSITORY / "tools" / "bench.py"), "cpu-small", "--against", "HEAD", "--parts",
-               "--profile", str(tmp_path / "traces"), "--rounds", "1", "--steps", "2", *TINY.split()]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                          timeout=120, check=False)
+    words = ["cpu-small", "--against", "HEAD", "--parts", "--profile", tmp_path / "traces", "--rounds", 1, "--steps", 2]
+    done = run_trainer(REPOSITORY, *words, *TINY.split(), script=bench.__file__, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     table = re.search(r"(?:^\|.*\n)+", done.stdout, re.M)[0]
     heading, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]

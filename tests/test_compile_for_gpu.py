@@ -1,11 +1,9 @@
 """The training step as Inductor writes it for an H100: one graph, with the kernels and bytes that are committed."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_trainer
 import compile_for_gpu
 
 COMMITTED = json.loads((REPOSITORY / "tests" / "kernels.json").read_text(encoding="utf-8"))
@@ -16,7 +14,6 @@ COMMITTED = json.loads((REPOSITORY / "tests" / "kernels.json").read_text(encodin
 @pytest.mark.parametrize("case", compile_for_gpu.CASES)
 def test_kernels_and_bytes_are_those_that_are_committed(case):
     """If a change of the counts is intended: compile_for_gpu.py --json > tests/kernels.json."""
-    command = [sys.executable, str(REPOSITORY / "tools" / "compile_for_gpu.py"), case, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = run_trainer(REPOSITORY, case, "--json", script=compile_for_gpu.__file__)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {case: COMMITTED[case]}

@@ -14,14 +14,13 @@ import io
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, make_shards, tiny_arguments
+from conftest import REPOSITORY, make_shards, run_trainer, tiny_arguments
 
 COMMITTED = Path(__file__).with_name("digests.json")
 PORTABLE = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -89,8 +88,7 @@ def all_digests(path: Path, cases: list[str]) -> dict[str, str]:
 
 def compute(trainer: Path, cases: list[str]) -> dict[str, str]:
     """The digests of a trainer, from a process with portable kernels."""
-    done = subprocess.run([sys.executable, __file__, "--here", str(trainer), *cases], env={**os.environ, **PORTABLE},
-                          capture_output=True, text=True, check=False, timeout=900)
+    done = run_trainer(REPOSITORY, "--here", trainer, *cases, script=__file__, environment=PORTABLE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

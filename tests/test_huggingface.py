@@ -3,7 +3,6 @@
 import argparse
 import random
 import shutil
-import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import sample
 import tokenization
 import torch
 import train_gpt
-from conftest import tiny_config
+from conftest import run_script, tiny_config
 from test_model import SWITCHES, trained_like
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5")
@@ -169,18 +168,17 @@ def test_an_altered_folder_is_an_error(folders, tmp_path, name, right, wrong, me
 
 
 def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["export_hf.py", f"{folders('switches')[1]}.ptz", str(tmp_path / "out")])
-    export_hf.main()
+    artifact = f"{folders('switches')[1]}.ptz"
+    run_script(monkeypatch, export_hf, artifact, tmp_path / "out")
     assert "read back by transformers, its logits differ by" in capsys.readouterr().out
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "| score | not known" in card and "license:" not in card and "from_pretrained(\"out\"," in card
     with pytest.raises(SystemExit, match="is not empty"):
-        export_hf.main()
-    sys.argv[2] = str(tmp_path / "new")
+        run_script(monkeypatch, export_hf, artifact, tmp_path / "out")
     monkeypatch.setattr(export_hf, "compare", lambda *_: {}["a fault of transformers"])
     with pytest.raises(SystemExit, match="cannot read the folder, which was emptied: 'a fault of"):
-        export_hf.main()
+        run_script(monkeypatch, export_hf, artifact, tmp_path / "new")
     monkeypatch.setattr(export_hf, "version", lambda package: "4.57.1")
     with pytest.raises(SystemExit, match="transformers 4.57.1 is too old"):
-        export_hf.main()
+        run_script(monkeypatch, export_hf, artifact, tmp_path / "new")
     assert not any((tmp_path / "new").iterdir())

@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -21,7 +20,7 @@ import numpy as np
 import plot
 import pytest
 import track
-from conftest import REPOSITORY, make_shards, run_here, run_script, tiny_arguments
+from conftest import REPOSITORY, make_shards, run_here, run_script, run_trainer, tiny_arguments
 from settings import pairs_of
 
 
@@ -316,9 +315,8 @@ def test_each_script_has_help_and_any_name_on_any_terminal(monkeypatch, capsys, 
         assert capsys.readouterr().out.startswith(f"usage: {'run.sh' if script.stem == 'start' else script.name}"), script
     assert "events" in ended and not ended & {"ablate", "bench", "ladder", "loop", "start", "track"}  # Others depend on these.
     log = write_log(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), data=os.fsdecode(b"caf\xe9"), final=False)
-    result = subprocess.run([sys.executable, REPOSITORY / "tools" / "events.py", log], capture_output=True, check=False,
-                            env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
-    assert rb"caf\udce9.jsonl: the run has not ended" in result.stdout and result.returncode == 0, result
+    result = run_trainer(tmp_path, log, script=events.__file__, environment={"PYTHONIOENCODING": "ascii:strict"})
+    assert r"caf\udce9.jsonl: the run has not ended" in result.stdout and result.returncode == 0, result
 
 
 def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path, monkeypatch):
@@ -363,8 +361,7 @@ def test_a_tracker_that_fails_or_is_stopped_leaves_no_traceback(tmp_path, monkey
     with pytest.raises(SystemExit, match="^track.py: api_key not configured$"):
         run_script(monkeypatch, track, "wandb", log)
     (tmp_path / "wandb.py").write_text("raise KeyboardInterrupt")  # Ctrl-C while it is loaded
-    result = subprocess.run([sys.executable, REPOSITORY / "tools" / "track.py", "wandb", log], capture_output=True, text=True,
-                            check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    result = run_trainer(tmp_path, "wandb", log, script=track.__file__, environment={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 1 and result.stderr == "track.py: stopped\n"
 
 

@@ -1,13 +1,10 @@
 """The whole program on GPUs that are not there (pretended.py): what CUDA, MPS and NCCL refuse fails on a machine without them."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch.utils.backend_registration
-from conftest import REPOSITORY, events, tiny_arguments
+from conftest import REPOSITORY, events, run_trainer, tiny_arguments
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
                                 reason=f"PyTorch {torch.__version__} has no devices made in Python; 2.10 has")
@@ -26,10 +23,8 @@ SMALLER = "DATA_PATH TOKENIZER_PATH VOCAB_SIZE TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS 
 
 
 def run(folder, card, *arguments, ranks=1, plant="", script=REPOSITORY / "tests" / "pretended.py"):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environment = {**os.environ, "PRETEND": card, "PLANT": plant, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *launcher, str(script), *arguments], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=300, check=False)
+    environment = {"PRETEND": card, "PLANT": plant, "OMP_NUM_THREADS": "1"}
+    return run_trainer(folder, *arguments, ranks=ranks if ranks > 1 else 0, environment=environment, script=script)
 
 
 def values(folder, event, name):
