@@ -83,8 +83,6 @@ def switches():
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
-    for kernel in train_gpt.SDP_OF_ATTN:
-        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()

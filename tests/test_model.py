@@ -58,13 +58,6 @@ def test_dropout_is_for_training_alone_and_follows_from_seed_step_and_rank(lanes
     assert first[0] == losses(dropout=0.1)[0]
 
 
-@pytest.fixture(autouse=True)
-def kernels_for_the_next_test():
-    """choose_attention switches PyTorch's kernels for the whole process."""
-    yield
-    train_gpt.choose_attention(tiny_config(attn="auto"), CPU)
-
-
 def trained_like(config):
     """A model whose zero-initialised tensors are not zero, so that every path matters."""
     torch.manual_seed(0)
