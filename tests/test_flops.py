@@ -1,4 +1,4 @@
-"""tools/flops.py: by hand, against nanoGPT's and nanochat's formulas, and the peaks of GPUs by their names."""
+"""tools/flops.py: by hand, and the peaks of GPUs by their names."""
 
 import flops
 import pytest
@@ -31,15 +31,6 @@ def test_the_count_is_that_of_a_hand_and_of_the_model(settings, weights, attenti
     assert matrices == weights
 
 
-def test_it_agrees_with_the_formulas_of_nanogpt_and_nanochat():
-    """nanoGPT's 124M: all weights but the positions'; 25 vectors of LayerNorm without bias. nanochat's: untied, no vectors."""
-    nanogpt = 6 * (12 * 7_077_888 + 50304 * 768 + 25 * 768) + 12 * 12 * 12 * 64 * 1024
-    assert flops.count_flops(GPT2) == pytest.approx(nanogpt, rel=2e-4) and flops.count_flops(GPT2) < nanogpt
-    all_weights, embedding = 12 * 7_077_888 + 2 * 50304 * 768, 50304 * 768
-    nanochat = 6 * (all_weights - embedding) + 12 * 12 * 12 * 64 * 1024
-    assert flops.count_flops(GPT2 | {"TIE_EMBEDDINGS": 0}) == nanochat
-
-
 @pytest.mark.parametrize("gpu, dtype, peak", [
     ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5), ("NVIDIA H100 PCIe", "bfloat16", 756.5), ("NVIDIA H200", "float16", 989.5),
     ("NVIDIA A100-SXM4-80GB", "bfloat16", 312), ("A100-PCIE-40GB", "bfloat16", 312), ("NVIDIA L4", "bfloat16", 121),
@@ -54,7 +45,6 @@ def test_a_peak_is_found_by_the_name_of_a_gpu(gpu, dtype, peak):
 def test_a_speed_in_words():
     """By hand: 1,480,000 tokens/s of 328.7 million operations are 487 TFLOP/s, 49.2 % of 989.5."""
     settings = DEFAULTS | {"DTYPE": "bfloat16"}
-    assert flops.count_flops(settings) == 328_728_576
     assert flops.describe(1_480_000, settings, "NVIDIA H100 80GB HBM3") == (
         "487 TFLOP/s (151 without attention), 49.2% of the peak of 1x NVIDIA H100 80GB HBM3")
     assert flops.describe(2_960_000, settings, "NVIDIA H100 80GB HBM3", 2).endswith(", 49.2% of the peak of 2x NVIDIA H100 80GB HBM3")

@@ -92,12 +92,3 @@ def test_losses_and_artifact_of_the_reference_run(tmp_path):
 def test_the_reference_runs_artifact_scores_the_same_here(tmp_path):
     seen = golden_run(tmp_path, "ITERATIONS=0", f"INIT_FROM={GOLDEN / 'A' / 'final_model.int8.ptz'}")
     assert seen[1]["event"] == "final" and seen[1]["val_loss"] == pytest.approx(4.90365, abs=2e-4)
-
-
-@long_run
-def test_the_seed_alone_makes_the_initial_weights():
-    config = train_gpt.Config(num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, dtype="float32")
-    torch.manual_seed(1337)
-    state, wanted = train_gpt.GPT(config).state_dict(), torch.load(GOLDEN / "A" / "init.pt", weights_only=True)
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)

@@ -192,7 +192,7 @@ def test_a_kernel_with_other_gradients_is_not_taken(monkeypatch, spoil):
     monkeypatch.setattr(train_gpt, "causal_attention", lambda q, k, v, kernel: plain(
         q, k, spoil(v) if kernel == "flash" else v, kernel))
     assert train_gpt.choose_attention(tiny_config(attn="auto"), CPU) == "math"
-    with pytest.raises(ValueError, match="ATTN=flash does not run float32 heads of 16, or not as math does"):
+    with pytest.raises(ValueError, match="ATTN=flash does not run float32 heads of 16, or not as math does; try auto"):
         train_gpt.choose_attention(tiny_config(attn="flash"), CPU)
     monkeypatch.setattr(train_gpt, "causal_attention", Mock(side_effect=torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError, match="full"):

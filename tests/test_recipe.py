@@ -88,7 +88,6 @@ def initial_weights(config):
 def orthogonalized(x, steps):
     """X <- aX + (bA + cA^2)X with A = X X^T, of the wide one of X and X^T, with the digits of bfloat16."""
     is_tall = len(x) > len(x.T)
-    rounded, is_tall = (lambda t: t.bfloat16().float()), len(x) > len(x.T)
     x = rounded(x.T if is_tall else x)
     x = rounded(x / rounded(x.norm() + 1e-7))
     for _ in range(steps):
@@ -106,7 +105,6 @@ def rate_of(config, name):
 
 
 def factor_of(config, step):
-    """The rates' schedule."""
     falling = min(1.0, (config.iterations - step) / config.warmdown_iters)
     return min((step + 1) / max(1, config.lr_warmup_steps), config.min_lr + (1 - config.min_lr) * falling)
 

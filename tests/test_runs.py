@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
@@ -17,22 +16,14 @@ from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tin
 
 PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
-NUMBER = r"-?\d+(\.\d+)?"
-TIMES = rf"train_time:\d+ms step_avg:{NUMBER}ms"
-PATTERNS = [  # in this order, others between them
+PATTERNS = [  # in this order, others between them; test_recipe.py has the numbers of steps and export
     r"val_bpb:enabled tokenizer_kind=byte tokenizer_path=byte260.*",
     r"train_loader:dataset:tiny train_shards:2.*",
     r"val_loader:shards pattern=.*/tiny/\*_val_\*\.bin tokens:2976.*",
     r"model_params:\d+",
     r"world_size:1 grad_accum_steps:8.*",
     r"sdp_backends:cudnn=False flash=True mem_efficient=False math=False.*",
-    rf"step:0/4 val_loss:\d\.\d{{4}} val_bpb:{NUMBER} {TIMES}",
-    *[rf"step:{n}/4 train_loss:\d\.\d{{4}} {TIMES} lr:\S+ grad_norm:{NUMBER} tok_per_sec:\d+ epoch:0\.\d{{3}}"
-      for n in (1, 2, 3, 4)],
-    r"step:4/4 val_loss:.*",
-    r"Serialized model: \d+ bytes", r"Code size: \d+ bytes", r"Total submission size: \d+ bytes",
-    r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ payload_ratio:\d\.\d\dx\)",
-    r"Total submission size int8\+zlib: \d+ bytes",
+    r"step:0/4 val_loss:.*", *(rf"step:{n}/4 train_loss:.*" for n in (1, 2, 3, 4)), r"step:4/4 val_loss:.*",
     r"final_int8_zlib_roundtrip val_loss:\d\.\d{4} val_bpb:\d\.\d{4} eval_time:\d+ms",
     r"final_int8_zlib_roundtrip_exact val_loss:\d\.\d{8} val_bpb:\d\.\d{8}",
 ]
@@ -71,7 +62,6 @@ def test_events_are_unrounded_and_enough_to_compute_the_score_again(finished):
     bits = final["val_loss"] / math.log(2) * config["val_tokens"] / config["val_bytes"]
     assert final["val_bpb"] == pytest.approx(bits, rel=1e-12) and config["world_size"] == 1
     assert export["code_sha256"] == hashlib.sha256(SOURCE.encode()).hexdigest()
-    assert f"step:4/4 train_loss:{seen[6]['train_loss']:.4f}" in result.stdout
     clock = [event["elapsed_s"] for event in seen]
     assert clock == sorted(clock) and 0 < clock[0] < clock[-1]
 
@@ -108,18 +98,12 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
 
 @pytest.mark.parametrize("changes, wanted", [
     (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; there is no data set yet; prepare a text"),
-    (dict(TRAIN_SEQ_LEN=4096, TRAIN_BATCH_TOKENS=32768, VAL_BATCH_SIZE=32768, MICRO_BATCH_TOKENS=0), "too few for a row"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
-    (dict(DEVICE="mps"), "DEVICE=mps is not available here; use cpu"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
-    (dict(TOKENIZER_SHA256="0"), "byte260 is missing or wrong; use the one with TOKENIZER_SHA256=0"),
     (dict(OUT_DIR="a.model"), "File exists: 'a.model'"),
     (dict(TOKENIZER_PATH="a.model"), "TOKENIZER_PATH='a.model' cannot be read: "),
-    (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: "),
-    (dict(ATTN="cudnn"), "ATTN=cudnn does not run float32 heads of 16, or not as math does; try auto")])
+    (dict(TOKENIZER_PATH="a.json"), "TOKENIZER_PATH='a.json' cannot be read: ")])
 def test_mistakes_are_found_before_training(data, tmp_path, monkeypatch, changes, wanted):
-    if changes.get("DEVICE") == "mps" and torch.backends.mps.is_available():
-        pytest.skip("MPS is there")
     for name in ("a.model", "a.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(SystemExit, match=f"train_gpt.py: .*{wanted}"):
@@ -132,13 +116,6 @@ def test_float16_trains_alike(finished, data, tmp_path, monkeypatch):
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE="float16"))
     losses = [[e["val_loss"] for e in events(f, "run") if e["event"] == "val"] for f in (finished[0], tmp_path)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1][-1] < losses[1][0] - 0.1
-
-
-def test_a_text_that_its_manifest_contradicts_is_not_scored(data, tmp_path, monkeypatch):
-    data = shutil.copytree(data, tmp_path / "tiny")
-    (data / "manifest.json").write_text(json.dumps({"splits": {"val": {"tokens": 2999, "shards": []}}}))
-    with pytest.raises(SystemExit, match=r"manifest.json says \[2999, .*shards and TOKENIZER_PATH=byte260 give"):
-        run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1))
 
 
 def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(data, tmp_path, monkeypatch, capsys):
@@ -159,8 +136,6 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(data, tmp_pat
     assert events(tmp_path, "score")[0]["overrides"]["INIT_FROM"] == ["logs/first/final_model.int8.ptz", "argument"]
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, SEED=2, RESUME="auto", ITERATIONS=6))
     assert events(tmp_path, other.name)[-1]["step"] == 6  # of the newest run, whose name was made up
-    with pytest.raises(SystemExit, match="its step is beyond ITERATIONS"):
-        run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, SEED=2, RESUME="auto", ITERATIONS=0))
     for changes in (dict(SEED=3), dict(OPTIMIZER="adamw", CONTROL_TENSOR_NAME_PATTERNS="blocks")):
         run_here(monkeypatch, tmp_path, *tiny_arguments(data, **common, RUN_ID="first", ITERATIONS=1, **changes))
     kept = [path.read_bytes() for path in (tmp_path / "logs").rglob("*.*")]  # logs, models and checkpoints are set aside

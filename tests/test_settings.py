@@ -25,7 +25,8 @@ OTHERS = {  # where the rule of `other_value` does not do: a value, and what bot
     "WARMDOWN_FRACTION": "0.5", "GRAD_CLIP_NORM": "0.01", "CHECKPOINT_EVERY": "1",
     "CONTROL_TENSOR_NAME_PATTERNS": "q_gain"}
 REFUSED = {  # a value, and the error
-    "TOKENIZER_PATH": ("none.model", "none.model.* cannot be read"), "TOKENIZER_SHA256": ("0", "TOKENIZER_SHA256=0"),
+    "TOKENIZER_PATH": ("none.model", "none.model.* cannot be read"),
+    "TOKENIZER_SHA256": ("0", "byte260 is missing or wrong; use the one with TOKENIZER_SHA256=0"),
     "VOCAB_SIZE": ("300", "VOCAB_SIZE=300"), "ATTN": ("cudnn", "ATTN=cudnn does not run float32"),
     "DEVICE": ("mps" if torch.cuda.is_available() else "cuda", "is not available here")}
 # What depends on the clock or on the lengths of names, and what only repeats a setting.
