@@ -110,9 +110,6 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
         train_gpt.Validation(config, one_process())
 
 
-# ---- Validation --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length, stride, world_size, micro", [
     (32, 32, 1, 160), (32, 0, 3, 32), (32, 0, 3, 4096), (32, 8, 1, 160), (64, 24, 2, 160), (48, 1, 1, 160), (200, 7, 1, 400),
     (32, 50, 1, 160)])

@@ -95,16 +95,13 @@ def test_a_size_cap_is_for_code_and_artifact_together(tmp_path, monkeypatch, cap
 # ---- Files that are refused --------------------------------------------------------------------------------
 
 
-NO_WEIGHTS = {
-    "empty": b"", "no zip": b"PK nothing", "no zlib": b"no zlib", "no archive": zlib.compress(b"no archive"),
-    "a list": train_gpt.saved([1, 2]), "blocks.2": train_gpt.saved(train_gpt.GPT(tiny_config(num_layers=3)).state_dict())}
-
-
-@pytest.mark.parametrize("kind", NO_WEIGHTS)
-def test_files_that_are_no_weights_of_the_model(tmp_path, kind):
-    (tmp_path / "bad").write_bytes(NO_WEIGHTS[kind])
-    wanted = kind if kind == "blocks.2" else ""
-    with pytest.raises(ValueError, match=f"(?s)bad cannot be loaded into this model: .*{wanted}"):
+@pytest.mark.parametrize("content", [
+    b"", b"PK nothing", b"no zlib", zlib.compress(b"no archive"), train_gpt.saved([1, 2]),
+    train_gpt.saved(train_gpt.GPT(tiny_config(num_layers=3)).state_dict())],
+    ids=["empty", "no zip", "no zlib", "no archive", "a list", "another model"])
+def test_files_that_are_no_weights_of_the_model(tmp_path, content):
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(ValueError, match="bad cannot be loaded into this model: "):
         train_gpt.load_weights(train_gpt.GPT(tiny_config()), tmp_path / "bad")
 
 

@@ -96,7 +96,6 @@ GATHER = "dist.all_gather_single" if hasattr(torch.distributed, "all_gather_sing
 FAULTS = {  # what becomes which lambda, where `plain` is what it was; what refuses or betrays it; card and ranks where they matter
     "an array of NumPy is pinned": ("Ranks.to_device", "_, array: torch.tensor(array, pin_memory=True)", "Can't pin tensor"),
     "a CPU's generator": ("dropout", "x, _: x * torch.rand(1, device=x.device, generator=torch.Generator())", "type for generator"),
-    "ids of the loss on the CPU": ("cross_entropy", "x, *_: (x + torch.arange(x.size(-1))).mean()", DEVICE),
     "a number of the CPU in a stack": ("Ranks.sum", "_, x: torch.stack([torch.zeros(()), x]).sum()", DEVICE),
     "loaded to the old GPU": ("torch.load", "file, map_location, **options: plain(file, **options)", "without map_location"),
     "autocast without a type": ("GPT.forward", "*args: torch.autocast('cuda')(plain)(*args)", "autocast without a type"),
@@ -111,7 +110,6 @@ FAULTS = {  # what becomes which lambda, where `plain` is what it was; what refu
     "float64 on a Mac": ("Ranks.sum", "ranks, x: x.to(ranks.device, torch.float64)", "float64", MAC),
     "Adam's step": ("torch.zeros", "*x, dtype=None, device=None: plain(*x, dtype=dtype, device=None if dtype else device)", DEVICE),
     "attention without a trial": ("choose_attention", "*args: plain(*args) and 'flash'", "No available kernel", T4),
-    "a table that is no buffer": ("GPT.register_buffer", "model, name, x, **_: setattr(model, name, x)", DEVICE),
     "momentum on the CPU": (
         "Muon.step", "its: [s.update(momentum_buffer=s['momentum_buffer'].cpu()) for s in its.state.values()] and None or plain(its)",
         DEVICE),
@@ -123,7 +121,6 @@ FAULTS = {  # what becomes which lambda, where `plain` is what it was; what refu
     "Ranks.max on the CPU": ("Ranks.max", "_, *values: dist.all_reduce(torch.tensor(values))", HOST, *NCCL),
     "a gather of gaps": (GATHER, "out, x, *rest, **named: plain(out, x.mT.contiguous().mT, *rest, **named)", "contiguous", *NCCL),
     "a sum of gaps": ("dist.all_reduce", "x, *args: plain(torch.stack((x, x), -1)[..., 0], *args)", "contiguous", *NCCL),
-    "a broadcast of CPU tensors": ("dist.broadcast", "x, rank: plain(x.cpu(), rank)", HOST, *NCCL),
     "no device_id": ("dist.init_process_group", "*args, device_id, **options: plain(*args, **options)", "nccl for None", *NCCL),
     "only rank 0 logs": ("log_step", "its, *args: its.ranks.rank or plain(its, *args)", RANKS, *NCCL),
     "a share is not padded": ("F.pad", "x, sizes: x if sizes[4:5] == (0,) else plain(x, sizes)", RANKS, H100, 4),

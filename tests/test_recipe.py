@@ -231,9 +231,6 @@ final_int8_zlib_roundtrip val_loss:""" in run.shown
     assert (final["val_loss"], final["val_bpb"]) == score_of(run, read)
 
 
-# ---- Rounding by hand --------------------------------------------------------------------------------------
-
-
 def test_as_published_rows_are_clipped_at_their_percentile_and_have_a_least_scale():
     """Of 31,251 values, the percentile lies 0.95 of the way from the second largest to the largest. Halves go to even ones."""
     limit, rows = 300 + 0.95 * (500 - 300), torch.zeros(4, 31_251)

@@ -14,7 +14,6 @@ import torch
 import train_gpt
 from conftest import REPOSITORY, events, make_shards, run_here, run_trainer, tiny_arguments, tiny_config, write_shard
 
-PRESETS = (REPOSITORY / "records" / "presets").glob("*.env")
 SOURCE = (REPOSITORY / "train_gpt.py").read_text(encoding="utf-8")
 PATTERNS = [  # in this order, others between them; test_recipe.py has the numbers of steps and export
     r"val_bpb:enabled tokenizer_kind=byte tokenizer_path=byte260.*",
@@ -196,7 +195,7 @@ def test_a_switch_trains_from_a_real_start_and_resumes(data, tmp_path, monkeypat
     assert whole == resumed
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("preset", sorted(REPOSITORY.glob("records/presets/*.env")), ids=lambda path: path.stem)
 def test_presets_train_and_export(data, tmp_path, monkeypatch, preset):
     """Their switches on a small model: the shape, the data and the clock are the tests'."""
     _, settings = train_gpt.load_config([f"@{preset}"], {})

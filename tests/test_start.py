@@ -411,10 +411,9 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_reaches_the_trainer_once(tmp_path
     assert "train_gpt.py 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
 
 
-def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_lines_are_plain(tmp_path, monkeypatch, capfd):
+def test_signals_to_this_process_alone_reach_the_trainer_and_without_a_terminal_lines_are_plain(tmp_path, capfd):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.chdir(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", STARTED, REPOSITORY / "tools"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     lines = iter(process.stdout.readline, "")
     shown = [next(lines)]
     while " left " not in shown[-1]:
