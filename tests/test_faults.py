@@ -188,8 +188,6 @@ def test_changed_settings_are_refused_by_name_and_harmless_ones_are_not(checkpoi
     tiny_run(monkeypatch, tmp_path / "c", data, RESUME=tmp_path / "older.pt", TRAIN_LOG_EVERY=3, VAL_LOSS_EVERY=0,
              RUN_ID="renamed", WARMUP_STEPS=2, CHECKPOINT_EVERY=1)
     assert artifacts(tmp_path / "c") == artifacts(checkpointed)
-    log = tiny_run(monkeypatch, tmp_path / "longer", data, RESUME=path, ITERATIONS=12)
-    assert [e["step"] for e in log if e["event"] == "train"] == list(range(4, 13))
 
 
 def test_a_hostile_checkpoint_is_refused_or_harmless(whole, tmp_path, monkeypatch, data):

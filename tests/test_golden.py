@@ -16,7 +16,6 @@ ROUNDED = 2e-3  # nats, as in the long run below: Muon's bfloat16 rounds sums in
 
 
 def long_run(test):
-    """A slow test of the longer run."""
     return pytest.mark.slow(pytest.mark.skipif(not HAS_LONG, reason=f"no data in {GOLDEN} (GOLDEN_PATH)")(test))
 
 
@@ -44,7 +43,6 @@ def test_losses_and_artifact_are_those_of_the_published_script(monkeypatch, tmp_
     assert seen[-2]["payload_bytes"] == payload
     # Ours also describes itself, in at most 1,500 bytes.
     assert artifact - 200 < seen[-2]["artifact_bytes"] < artifact + 1500
-    assert f"model_params:{re.search('model_params:(.*)', log)[1]}\n" in (tmp_path / "logs" / "golden.txt").read_text()
 
 
 def test_the_published_artifact_scores_the_same_here(monkeypatch, tmp_path):

@@ -49,7 +49,6 @@ def small_run(folder: Path, data: Path, device: str, **changes) -> Path:
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """Training losses by step."""
     return {event["step"]: event["train_loss"] for event in events(folder, "run") if event["event"] == "train"}
 
 
