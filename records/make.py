@@ -32,6 +32,7 @@ import verify  # noqa: E402
 from common import ROOT, load_json, table  # noqa: E402
 from events import RULE, launcher, prepare_output, read_events  # noqa: E402
 from plot import draw, groups_of, read_run  # noqa: E402
+from settings import words_of  # noqa: E402
 
 # Settings of older records that the trainer does not have now.
 GONE = {"EMA_DECAY", "GPTQ_BATCHES", "MUON_SLOW_AT"}
@@ -59,8 +60,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     """Raise ValueError with the reasons known before training for which a record is refused."""
     track = load_json(folder.parent / "track.json")
     problems = verify.Findings()
-    words = [f"{name}={text}" for name, text in settings.items()]
-    config, given = train_gpt.load_config(words, dict(os.environ))
+    config, given = train_gpt.load_config(words_of(settings), dict(os.environ))
     values = {name.upper(): value for name, value in asdict(config).items()}
     chosen = sorted(given.keys() & {"SEED", "RUN_ID", "RESUME"})
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
@@ -91,8 +91,7 @@ def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
             if common.has_finished(ROOT, run_id, own, options.ranks):
                 print(f"{run_id} has already finished", flush=True)
             else:
-                words = [f"{name}={text}" for name, text in own.items()]
-                command = [*launcher(options.ranks), "train_gpt.py", *words]
+                command = [*launcher(options.ranks), "train_gpt.py", *words_of(own)]
                 # A trainer that outlives this command holds its lock.
                 with subprocess.Popen(command, cwd=ROOT, env=environment,
                                       pass_fds=[lock.fileno()]) as trainer:
@@ -185,8 +184,7 @@ def render(claims: dict, base: dict) -> str:
     about = claims["environment"]
     ranks = about["world_size"]
     script = f"records/{claims['track']}/{claims['date']}_{claims['name']}/train_gpt.py"
-    words = [f"{name}={value}" for name, value in ours.items()]
-    command = ["python", *launcher(ranks)[1:], script, *words]
+    command = ["python", *launcher(ranks)[1:], script, *words_of(ours)]
     lines += ["## Command", "It trains the seed 1337; `verify.py --rerun` says how to get its data.",
               "", f"    {shlex.join(command)}", "",
               f"{claims['hardware']}; ranks: {ranks}, threads of each: {about['threads']}; Python "

@@ -37,7 +37,7 @@ from common import ROOT, gpu_names, hardware, markdown_cell, measure_tflops, tab
 import train_gpt
 from flops import count_flops, find_peak
 from events import launcher, limited, prepare_output, read_events
-from settings import PRESETS, pairs_of
+from settings import PRESETS, pairs_of, words_of
 from train_gpt import torch
 
 COMMON = ("VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=0 MAX_WALLCLOCK_SECONDS=600 WARMUP_STEPS=1 RUN_ID=bench "
@@ -200,11 +200,6 @@ def variables_of(words: list[str]) -> dict[str, str]:
     """Return the settings of NAME=value and @FILE words, the last of each name. Raises ValueError and OSError."""
     overrides = train_gpt.load_config(words, {})[1]
     return {name: text for name, (text, _) in overrides.items()}
-
-
-def words_of(variables: dict[str, str]) -> list[str]:
-    """Return NAME=value words."""
-    return [f"{name}={text}" for name, text in variables.items()]
 
 
 def cell(values: list[float], digits: int) -> str:

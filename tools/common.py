@@ -26,6 +26,7 @@ if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from events import given_settings, interpreter, read_events  # noqa: E402
+from settings import words_of  # noqa: E402
 
 
 def require_packages() -> None:
@@ -88,7 +89,7 @@ def has_finished(root: Path, run_id: str, settings: dict[str, str], ranks: int) 
     try:
         events = read_events(root / "logs" / f"{run_id}.jsonl")
         with chdir(root):  # where relative paths begin
-            _, overrides = load_config([f"{name}={text}" for name, text in settings.items()], dict(os.environ))
+            _, overrides = load_config(words_of(settings), dict(os.environ))
         is_same = given_settings(events[0]) == given_settings({"overrides": overrides})
         script = (root / "train_gpt.py").read_text(encoding="utf-8")
         log = (root / "logs" / f"{run_id}.txt").read_text(encoding="utf-8")

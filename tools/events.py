@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flops import describe
-from settings import presets
+from settings import presets, words_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILE = "final_model.int8.ptz"
@@ -254,7 +254,7 @@ def repeated(log: Path, start: dict, changes: dict[str, str], left_out: set[str]
     origins = {origin for _, origin in start["overrides"].values() if origin.startswith("@")}
     files = list(origins) if len(origins) == 1 else []  # A log does not tell the order of several.
     of_files = {name: text for name, (text, origin) in start["overrides"].items() if origin in origins and not files}
-    words = [f"{name}={text}" for name, text in {**of_files, **given, **changes}.items()]
+    words = words_of({**of_files, **given, **changes})
     preset = next((name for name in presets() if files == [f"@records/presets/{name}.env"]), "")
     if preset and (Path.cwd() == ROOT or log.absolute().parent != Path("logs").absolute()):  # run.sh works in ROOT.
         return f"{runner()} {shlex.join(['--preset', preset, *words])}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import ROOT, count_cores, hardware, only_one, table
 from events import check_logs, launcher, prepare_output, read_events
-from settings import pairs_of
+from settings import pairs_of, words_of
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
@@ -68,7 +68,7 @@ def climb(shape: str, extra: list[str]) -> str:
         environment = {name: text for name, text in os.environ.items() if name not in given}
         if ranks > 1:
             environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks))
-        command = [*launcher(ranks), "train_gpt.py", *(f"{key}={value}" for key, value in given.items())]
+        command = [*launcher(ranks), "train_gpt.py", *words_of(given)]
         shutil.rmtree(ROOT / given["OUT_DIR"], ignore_errors=True)  # a model of an earlier climb would stop the run
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace",
                                 check=False)

@@ -34,5 +34,10 @@ def pairs_of(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
+def words_of(settings: dict[str, object]) -> list[str]:
+    """Return settings as VARIABLE=value words."""
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
 if __name__ == "__main__":  # for those who look what it is
     argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

@@ -34,7 +34,7 @@ from events import (
     find_artifact, find_run, given_settings, interpreter, iterate_events, launcher, newest_first,
     parse_event, prepare_output, repeated, summarize,
 )
-from settings import presets, read_settings
+from settings import presets, read_settings, words_of
 
 MANY_TOKENS = 2_000_000  # On such a text, two minutes of the preset quick do not overfit.
 FEW_TOKENS = 600_000
@@ -183,11 +183,6 @@ def suit_machine(gpus: int) -> dict[str, str]:
     else:
         return {}
     return {"COMPILE": "0"}
-
-
-def words_of(settings: dict[str, str]) -> list[str]:
-    """Return settings as NAME=value words."""
-    return [f"{name}={text}" for name, text in settings.items()]
 
 
 def plan(words: list[str], preset: str) -> Start:
