@@ -77,7 +77,7 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.token_bytes)
 
-    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each document, integers (N,)."""
         raise NotImplementedError
 
@@ -129,9 +129,9 @@ class SentencePieceTokenizer(Tokenizer):
             return bytes.fromhex(piece[3:-1])  # <0x0A>
         return piece.replace(SPACE, " ").encode("utf-8")
 
-    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         texts = [fold_case(text) for text in texts] if self.operators else texts
-        return self.model.encode(texts, out_type="numpy", num_threads=threads)
+        return self.model.encode(texts, out_type="numpy", num_threads=1)
 
     def decode(self, ids: np.ndarray) -> bytes:
         text = self.model.decode(ids.tolist())
@@ -153,7 +153,7 @@ class TiktokenTokenizer(Tokenizer):
         for token in encoding.token_byte_values():
             self.token_bytes[encoding.encode_single_token(token)] = token
 
-    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
 
@@ -161,7 +161,7 @@ class ByteTokenizer(Tokenizer):
     kind = "byte"
     token_bytes = [b""] * FIRST_BYTE + [bytes([byte]) for byte in range(256)]
 
-    def encode(self, texts: list[str], threads: int) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + FIRST_BYTE for text in texts]
 
 
@@ -206,7 +206,7 @@ def encode_batch(tokenizer: Tokenizer, batch: list[tuple[str, bytes]]) -> dict[s
     tokens = {"train": [], "val": []}
     counts = {"train": Counter(), "val": Counter()}
     texts = [raw.decode("utf-8") for _, raw in batch]
-    for (split, raw), text, ids in zip(batch, texts, tokenizer.encode(texts, 1)):
+    for (split, raw), text, ids in zip(batch, texts, tokenizer.encode(texts)):
         tokens[split] += [bos, ids]
         counts[split].update(documents=1, bytes=len(raw))
         if split == "val":

@@ -185,7 +185,7 @@ def test_all_bytes_of_the_original_text_are_counted(folded):
     assert val["bytes"] == val["decoded_bytes"] > 1000 and val["changed_documents"] == 0
     tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
     text = (REPOSITORY / "README.md").read_text() + "\ue001 our \ue002\ue003\ue004The"
-    ids = tokenizer.encode([text], 1)[0]
+    ids = tokenizer.encode([text])[0]
     assert tokenizer.decode(ids).decode() == text and len(tokenizer.operators) == 3
     assert np.isin(ids, list(tokenizer.operators)).sum() > 100
     config = train_gpt.Config(tokenizer_path=str(folded / "tokenizer.model"), vocab_size=512)
@@ -201,13 +201,13 @@ def test_in_another_tokenizer_the_operators_are_characters(tmp_path, monkeypatch
     (tmp_path / "own.txt").write_text(text * 400)
     run_script(monkeypatch, prepare, tmp_path / "own.txt", "--tokenizer", "char", "--out", tmp_path / "own")  # has the trainer's check
     tokenizer = tokenization.load_tokenizer(str(tmp_path / "own" / "tokenizer.model"))
-    ids = tokenizer.encode([text], 1)[0]
+    ids = tokenizer.encode([text])[0]
     assert not tokenizer.operators and tokenizer.decode(ids).decode() == text and "C" in tokenizer.model.id_to_piece(ids.tolist())
 
 
 def test_samples_have_capitals(folded, monkeypatch, capsys):
     tokenizer = tokenization.load_tokenizer(str(folded / "tokenizer.model"))
-    written = tokenizer.encode([" of The NASA, once More"], 1)[0].tolist()
+    written = tokenizer.encode([" of The NASA, once More"])[0].tolist()
     monkeypatch.setattr(sample, "generate", lambda *_: iter(written))
     sample.write_sample(train_gpt.GPT(tiny_config(vocab_size=512)), tokenizer, "The end", SimpleNamespace(), torch.Generator())
     assert capsys.readouterr().out == "The end of The NASA, once More\n\n"

@@ -163,7 +163,7 @@ def generate(model: train_gpt.GPT, ids: list[int], bos: int, options, generator:
 def write_sample(model: train_gpt.GPT, tokenizer: Tokenizer, prompt: str, options, generator: torch.Generator) -> None:
     """Print the prompt and what follows it, each token as it comes. Without a prompt, a document ends only after SHORTEST
     visible characters: some texts begin with blank lines, or have empty documents."""
-    ids = tokenizer.encode([prompt], 1)[0].tolist() if prompt else []
+    ids = tokenizer.encode([prompt])[0].tolist() if prompt else []
     print(prompt, end="", flush=True)
     text = tokenizer.decode(np.array(ids)).decode("utf-8", "replace")
     shown = len(text)

@@ -57,7 +57,7 @@ class TrainGPTTokenizer(PreTrainedTokenizer):
         return dict(self.ids)
 
     def _tokenize(self, text: str, **kwargs) -> list[str]:
-        return [self.names[i] for i in self.text.encode([text], 1)[0].tolist()]
+        return [self.names[i] for i in self.text.encode([text])[0].tolist()]
 
     def _convert_token_to_id(self, token: str) -> int | None:
         return self.ids.get(token)
