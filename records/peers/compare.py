@@ -38,6 +38,7 @@ import train_gpt  # noqa: E402
 from common import deviation, hardware, only_one, table  # noqa: E402
 from tokenization import load_tokenizer  # noqa: E402
 
+SCRATCH = (ROOT / "logs" / "peers").resolve()  # for data, clones and unfinished runs
 CORES = 2
 SPEECHES_BYTES = 551_026  # of validation
 PLAYS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -92,11 +93,11 @@ def prepare_plays(folder: Path, source: Path) -> tuple[bytes, int]:
 # ---- Runs ---------------------------------------------------------------------------------
 
 
-def unpack(run: dict, options):
+def unpack(run: dict):
     """Write the files of a tool, patched. Raises ValueError if a patch does not fit."""
     folder = Path(run["folder"])
     name = run["repository"].replace("/", "+")
-    mirror = options.mirrors / name / "repo" if options.mirrors else options.scratch / name
+    mirror = SCRATCH / name
     if not mirror.exists():
         url = f"https://github.com/{run['repository']}"
         clone = ["git", "clone", "-q", "--bare", "--filter=blob:none", url, str(mirror)]
@@ -148,7 +149,7 @@ def train(run: dict, options) -> list[dict]:
     environment = {**os.environ, "PEERS_RUN": json.dumps(run)}
     command, cwd = command_for_ours(run), ROOT
     if run["repository"]:
-        unpack(run, options)
+        unpack(run)
         lay_out_data(run)
         command, cwd = shlex.split(run["arguments"].format(**run)), folder
         words = shlex.split(run["environment"].format(**run))
@@ -161,7 +162,7 @@ def train(run: dict, options) -> list[dict]:
             if status:
                 raise ValueError(f"{words[0]} failed: see {console.name}")
     text = (folder / "console.txt").read_text("utf-8", errors="replace")
-    for path in (folder, options.scratch, sys.prefix, ROOT):  # Others need not know where.
+    for path in (folder, SCRATCH, sys.prefix, ROOT):  # Others need not know where.
         text = text.replace(str(path), "...")
     half = CONSOLE_CHARACTERS // 2
     text = text if len(text) < 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
@@ -185,7 +186,7 @@ def prepare_text(options) -> tuple[Path, dict]:
     """Prepare the text; return its folder, and what the logs say of it: bytes of validation, size
     of the vocabulary, bits per byte of two compressors. Raises ValueError for another text."""
     name = "plays" if options.shakespeare else "speeches"
-    folder = options.scratch / name
+    folder = SCRATCH / name
     folder.mkdir(parents=True, exist_ok=True)
     if options.shakespeare:
         text, vocabulary = prepare_plays(folder, options.shakespeare)
@@ -229,7 +230,7 @@ def train_missing(options):
             print(f"{log.stem}: {minutes:g} minutes and compiling", flush=True)
             run = {**tool, **header, "id": log.stem, "seconds": 60 * minutes,
                    "warmdown": round(120 * minutes), "data": str(data),
-                   "folder": str(options.scratch / log.stem)}
+                   "folder": str(SCRATCH / log.stem)}
             events = [{**event, "tokens": event["step"] * tool["step_tokens"]}
                       for event in train(run, options)]
             lines = [json.dumps(event) + "\n" for event in (header, *events)]
@@ -341,23 +342,16 @@ def main():
                         default=[1337, 1338, 1339], metavar="N,N,N")
     parser.add_argument("--tools", type=lambda text: text.split(","), metavar="NAME,NAME",
                         help="only these (default: ours and those in tools.toml)")
-    parser.add_argument("--from", dest="mirrors", type=Path, metavar="FOLDER",
-                        help="of bare clones OWNER+NAME/repo, instead of github.com")
     parser.add_argument("--logs", type=Path, default=HERE / "logs", metavar="FOLDER")
-    parser.add_argument("--scratch", type=Path, default=ROOT / "logs" / "peers", metavar="FOLDER",
-                        help="for data, clones and unfinished runs")
     options = parser.parse_args()
-    for name in ("mirrors", "logs", "scratch", "shakespeare"):
-        if getattr(options, name):
-            setattr(options, name, getattr(options, name).resolve())
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     os.environ.pop("GOMP_SPINCOUNT", None)  # common.py sets it on a busy machine.
     os.environ.update(OMP_NUM_THREADS=str(CORES), TORCHINDUCTOR_VEC_ISA_OK="1",
-                      TORCHINDUCTOR_CACHE_DIR=str(options.scratch / "compiled"))
+                      TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "compiled"))
     try:
         if not options.report:
-            options.scratch.mkdir(parents=True, exist_ok=True)
-            with only_one(options.scratch / "lock") as lock:
+            SCRATCH.mkdir(parents=True, exist_ok=True)
+            with only_one(SCRATCH / "lock") as lock:
                 options.lock = lock.fileno()  # Trainers hold it, too, even if this is killed.
                 train_missing(options)
         report(options.logs)
