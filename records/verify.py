@@ -16,7 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from common import ROOT, compare_scores, deviation, load_json, require_packages, score  # noqa: E402
+from common import (  # noqa: E402
+    ROOT, compare_scores, load_json, require_packages, score, with_deviation,
+)
 from events import MAY_DIFFER_BETWEEN_SEEDS as MAY_DIFFER  # noqa: E402
 from events import RULE, interpreter, prepare_output, read_events  # noqa: E402
 from probe import check_artifact, check_clock, read_text  # noqa: E402
@@ -201,7 +203,7 @@ def make_claims(folder: Path, authored: dict, findings: Findings) -> tuple[dict,
     originals = [seed["val_bpb_original"] for seed in seeds]
     claims = {key: statistics.mean(seed[key] for seed in seeds) for key in ("val_loss", "val_bpb")}
     claims |= {
-        "val_bpb_std": deviation([seed["val_bpb"] for seed in seeds]),
+        "val_bpb_std": statistics.stdev(seed["val_bpb"] for seed in seeds) if len(seeds) > 1 else None,
         "machine": first["gpu"] or f"{settings['DEVICE'].upper()}, {settings['DTYPE']}",
         "val_bpb_original": None if None in originals else statistics.mean(originals),
         "bytes_total": max(seed["bytes_total"] for seed in seeds),
@@ -330,10 +332,8 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
 def describe_score(claims: dict) -> str:
     """Return a record's mean score, and its deviation if there are several seeds, in words."""
     scores = [score(result) for result in claims["seed_results"].values()]
-    if len(scores) == 1:
-        return f"{scores[0]:.4f} bits per byte, one seed"
-    mean, spread = statistics.mean(scores), deviation(scores)
-    return f"{mean:.4f} ± {spread:.4f} bits per byte, {len(scores)} seeds"
+    count = "one seed" if len(scores) == 1 else f"{len(scores)} seeds"
+    return f"{with_deviation(scores)} bits per byte, {count}"
 
 
 def describe_test(test: dict) -> str:

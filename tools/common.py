@@ -203,9 +203,10 @@ def markdown_cell(value: object) -> str:
     return re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(str(value).splitlines()))
 
 
-def deviation(values: list[float]) -> float | None:
-    """Return the sample standard deviation; None for a single value."""
-    return statistics.stdev(values) if len(values) > 1 else None
+def with_deviation(scores: list[float]) -> str:
+    """Return the mean of scores and, if there are several, ± their sample standard deviation."""
+    spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+    return f"{statistics.mean(scores):.4f}{spread}"
 
 
 def score(result: dict) -> float:

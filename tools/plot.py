@@ -11,7 +11,6 @@ text or vocabulary. Runs are named by preset and settings, seeds of a record by 
 
 import argparse
 import json
-import statistics
 import sys
 import textwrap
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from common import with_deviation
 from events import (
     MAY_DIFFER_BETWEEN_SEEDS, check_logs, find_log, given_settings, interpreter, prepare_output, read_history, warn_of_overfitting,
 )
@@ -209,8 +209,7 @@ def panels_of(groups: dict[str, list[Run]]) -> tuple[list[str], list[str]]:
 def outcome(members: list[Run]) -> str:
     """Return the bits per byte of a group's compressed models, or ""."""
     scores = [run.score for run in members if run.score is not None]
-    deviation = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-    return f": {statistics.mean(scores):.4f}{deviation} bits per byte" if scores else ""
+    return f": {with_deviation(scores)} bits per byte" if scores else ""
 
 
 def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str) -> None:

@@ -35,7 +35,7 @@ ROOT = HERE.parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "data")]
 
 import train_gpt  # noqa: E402
-from common import deviation, hardware, only_one, table  # noqa: E402
+from common import hardware, only_one, table, with_deviation, write_whole  # noqa: E402
 from tokenization import load_tokenizer  # noqa: E402
 
 SCRATCH = (ROOT / "logs" / "peers").resolve()  # for data, clones and unfinished runs
@@ -234,8 +234,7 @@ def train_missing(options):
             events = [{**event, "tokens": event["step"] * tool["step_tokens"]}
                       for event in train(run, options)]
             lines = [json.dumps(event) + "\n" for event in (header, *events)]
-            log.with_suffix(".tmp").write_text("".join(lines), "utf-8")
-            log.with_suffix(".tmp").rename(log)
+            write_whole(log, "".join(lines))
         order = order[1:] + order[:1]
 
 
@@ -245,12 +244,6 @@ def train_missing(options):
 def read_log(path: Path) -> list[dict]:
     """Read the events of a log; the first is the run's description, the last its result."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def with_deviation(values: list[float]) -> str:
-    """Write a mean and, of several values, their standard deviation."""
-    spread = f" ± {deviation(values):.4f}" if len(values) > 1 else ""
-    return f"{mean(values):.4f}{spread}"
 
 
 def tabulate(runs: dict[str, list[list[dict]]]) -> list[str]:
