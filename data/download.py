@@ -13,10 +13,9 @@ import os
 import shlex
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from shards import REPOSITORY, escape_what_cannot_be_printed, given_path
+from shards import REPOSITORY, at_least, escape_what_cannot_be_printed, given_path
 
 DATA = REPOSITORY / "data"
 VARIANTS = {"sp1024": (1024, "willdepueoai/parameter-golf"),  # size of the vocabulary, repository
@@ -69,18 +68,10 @@ def download(options) -> str:
                                   f"VOCAB_SIZE={vocab_size}"])
 
 
-def shards(text: str) -> int:
-    """Return the number of shards in an argument, 0 or more."""
-    with suppress(ValueError):
-        if (number := int(text)) >= 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of shards, such as 10, or 0 for validation only")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", required=True, choices=VARIANTS)
-    parser.add_argument("--train-shards", type=shards, default=10, metavar="N",
+    parser.add_argument("--train-shards", type=at_least(0, "shards, such as 10, or 0 for validation only"), default=10, metavar="N",
                         help="the first N training shards; 0: validation only (default %(default)s)")
     parser.add_argument("--out", type=given_path,
                         help="folder for all (default data/datasets/fineweb10B_VARIANT and data/tokenizers)")

@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 
 from shards import (
-    ShardWriter, count_cores, escape_what_cannot_be_printed, finish, given_path, lock, sha256_of, write_dataset,
+    ShardWriter, at_least, count_cores, escape_what_cannot_be_printed, finish, given_path, lock, sha256_of, write_dataset,
 )
 from sources import HUB, PACKINGS, SOTU, Reader, cut_lines
 from tokenization import (
@@ -420,24 +420,12 @@ def encoding_of(name: str) -> str:
     return "utf-8-sig" if found == "utf-8" else found
 
 
-def whole_number(text: str) -> int:
-    """Return the number of documents in an argument, 1 or more."""
-    with suppress(ValueError):
-        if (number := int(text)) > 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of documents, such as 100")
-
-
 def share(text: str) -> float:
     """Return the fraction in an argument, more than 0 and less than 1."""
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    if 0 < value < 1 and not text.endswith("%"):
-        return value
-    percent = f"; {value:g} percent are {value / 100:g}" if 0 < value < 100 else ""
-    raise argparse.ArgumentTypeError(f"{text!r} is not a fraction between 0 and 1, such as {VAL_FRACTION}{percent}")
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a fraction between 0 and 1, such as {VAL_FRACTION} for {VAL_FRACTION:.0%}")
 
 
 def tokenizer_name(text: str) -> str:
@@ -455,8 +443,9 @@ def main() -> None:
                         help="unigramN, caseopsN or spN (learn N pieces; unigram1024 is for about 3 MB of text), char (learn), a "
                         ".model, byte260, or gpt2")
     parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
+    number = at_least(1, "documents, such as 100")
     split = parser.add_mutually_exclusive_group()
-    split.add_argument("--val-docs", type=whole_number, metavar="N",
+    split.add_argument("--val-docs", type=number, metavar="N",
                        help="the first N documents are the validation split")
     split.add_argument("--val-file", type=given_path, metavar="FILE", help="this file is the validation split")
     split.add_argument("--val-fraction", type=share, metavar="F",
@@ -472,7 +461,7 @@ def main() -> None:
                         help="leave out and count documents that cannot be read, instead of ending with an error")
     parser.add_argument("--part", default=(1, 1), type=part_of, metavar="I/N",
                         help="encode the Ith of N parts, which may run at once, on machines that share --out; the last joins them")
-    parser.add_argument("--max-docs", type=whole_number, metavar="N", help="read only the first N documents of the sources")
+    parser.add_argument("--max-docs", type=number, metavar="N", help="read only the first N documents of the sources")
     escape_what_cannot_be_printed()
     options = parser.parse_args()
     if options.val_docs and options.max_docs and options.val_docs >= options.max_docs:

@@ -139,6 +139,16 @@ def given_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def at_least(least: int, what: str) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number of `least` or more. `what` is counted, and ends the message of an error."""
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}")
+        return int(text)
+
+    return parse
+
+
 def lock(path: Path, wait: bool = False):
     """Open a file that no other process can have until it is closed, or until this one ends. If another one has it, waits or raises
     ValueError. Does nothing more where files have no locks."""

@@ -455,8 +455,7 @@ def test_mistakes_are_explained_and_nothing_is_overwritten(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("option, value, wanted", [
-    *(("--val-fraction", value, "a fraction between 0 and 1, such as 0.05") for value in ("-1", "0", "1", "nan", "inf", "x")),
-    ("--val-fraction", "5", "0.05; 5 percent are 0.05"), ("--val-fraction", "0.5%", "0.05; 0.5 percent are 0.005"),
+    *(("--val-fraction", value, "a fraction between 0 and 1, such as 0.05 for 5%") for value in ("-1", "0", "1", "5", "0.5%", "nan", "inf", "x")),
     *((option, value, "a number of documents") for option in ("--val-docs", "--max-docs") for value in ("0", "-3", "1.5")),
     ("--tokenizer", "sp0", "261 to 65536 pieces"), ("--tokenizer", f"caseops{10**20}", "261 to 65536 pieces")])
 def test_numbers_out_of_range_are_refused_before_anything_is_read(monkeypatch, capsys, option, value, wanted):
