@@ -399,11 +399,12 @@ def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, m
 
 
 def test_a_machine_without_the_gpu_of_a_run_is_not_measured(monkeypatch):
-    monkeypatch.setattr(common, "describe_rate", lambda start: "9 TFLOP/s")
+    monkeypatch.setattr(common, "measure_tflops", lambda start: 9)
     monkeypatch.setattr(common, "gpu_names", lambda: ["NVIDIA L4"])
-    assert common.describe_machine({"gpu": "NVIDIA H100", "world_size": 8}) == "8x NVIDIA H100"
-    assert common.describe_machine({"gpu": "NVIDIA L4", "world_size": 1}) == "1x NVIDIA L4, 9 TFLOP/s"
-    assert re.fullmatch(r"\d+ cores of .*, 9 TFLOP/s", common.describe_machine({"gpu": "", "world_size": 1}))
+    run, rate = {"config": {"DTYPE": "float32", "MODEL_DIM": 8}}, "9 TFLOP/s in float32 at width 8"
+    assert common.describe_machine({**run, "gpu": "NVIDIA H100", "world_size": 8}) == "8x NVIDIA H100"
+    assert common.describe_machine({**run, "gpu": "NVIDIA L4", "world_size": 1}) == f"1x NVIDIA L4, {rate}"
+    assert re.fullmatch(rf"\d+ cores of .*, {rate}", common.describe_machine({**run, "gpu": "", "world_size": 1}))
 
 
 def test_the_test_of_significance_is_welchs():

@@ -176,17 +176,14 @@ def measure_tflops(start: dict) -> float:
     return 2 * 4096 * width * 4 * width / fastest / 1e12
 
 
-def describe_rate(start: dict) -> str:
-    """Return what `measure_tflops` finds, in words. Scores of a time limit depend on it."""
-    return f"{measure_tflops(start):.2g} TFLOP/s in {start['config']['DTYPE']} at width {start['config']['MODEL_DIM']}"
-
-
 def describe_machine(start: dict) -> str:
-    """Return the name and the speed of this machine for a run, from its "config" event; if it ran on another GPU, the name."""
-    gpu = start.get("gpu")
+    """Return the name of this machine for a run, from its "config" event, and its speed, on which scores of a time limit depend; if
+    it ran on another GPU, the name."""
+    gpu, config = start.get("gpu"), start["config"]
     name = f"{start['world_size']}x {gpu}" if gpu else hardware(uses_gpus=False)
-    is_here = not gpu or gpu.startswith(tuple(gpu_names()))  # MIG adds to the name
-    return f"{name}, {describe_rate(start)}" if is_here else name
+    if gpu and not gpu.startswith(tuple(gpu_names())):  # MIG adds to the name
+        return name
+    return f"{name}, {measure_tflops(start):.2g} TFLOP/s in {config['DTYPE']} at width {config['MODEL_DIM']}"
 
 
 # ---- Tables and statistics -----------------------------------------------------------------------------
