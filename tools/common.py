@@ -1,6 +1,5 @@
 """What tools and records share: folders, runs, the machine, tables and statistics."""
 
-import argparse
 import json
 import os
 import platform
@@ -228,7 +227,3 @@ def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | 
     test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
     return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
             "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
-
-
-if __name__ == "__main__":  # for those who look what it is
-    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

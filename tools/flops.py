@@ -1,6 +1,5 @@
 """How much arithmetic training takes: from tokens/s to TFLOP/s, and to a share of what a GPU can do (MFU)."""
 
-import argparse
 import math
 import re
 
@@ -50,7 +49,3 @@ def describe(tokens_per_s: float, settings: dict, gpu: str = "", gpus: int = 1) 
     text = f"{tflops:.3g} TFLOP/s ({without:.3g} without attention)"
     peak = find_peak(gpu, settings["DTYPE"])
     return text + (f", {tflops / peak / gpus:.1%} of the peak of {gpus}x {gpu}" if peak else "")
-
-
-if __name__ == "__main__":  # for those who look what it is
-    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

@@ -146,8 +146,3 @@ def hidden(gpt: nn.Module, tokens: Tensor, cache, mask: Tensor | None = None) ->
     tok_emb = twin(gpt.tok_emb, forward=reader.embed)
     other = twin(gpt, tok_emb=tok_emb, blocks=blocks, rotary=gpt.rotary[:, reader.past:])
     return other.hidden(tokens)[:, -tokens.size(1):]
-
-
-if __name__ == "__main__":  # for those who look what it is
-    import argparse
-    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()

@@ -1,6 +1,5 @@
 """Files with settings, such as the presets in records/presets, and settings as words."""
 
-import argparse
 from pathlib import Path
 
 PRESETS = Path(__file__).resolve().parent.parent / "records" / "presets"
@@ -37,7 +36,3 @@ def pairs_of(words: list[str]) -> dict[str, str]:
 def words_of(settings: dict[str, object]) -> list[str]:
     """Return settings as VARIABLE=value words."""
     return [f"{name}={value}" for name, value in settings.items()]
-
-
-if __name__ == "__main__":  # for those who look what it is
-    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()
