@@ -250,7 +250,7 @@ def begin(log: str, step: int, then: str = "checkpoint", **settings) -> None:
 
 
 def test_a_run_without_a_checkpoint_is_begun_again_or_if_it_has_ended_refused(place, calls, capsys):
-    """Begun again with its own settings; a name that is not known begins, which is said."""
+    """Begun again with its own settings; a name that is not known begins."""
     words = ["RUN_ID=diary", "RESUME=auto"]
     write_manifest(Path("mine"), 3_000_000)
     begin("diary.jsonl", 4, "train", DATA_PATH="mine", OUT_DIR="logs/diary", SEED="7")
@@ -266,11 +266,8 @@ def test_a_run_without_a_checkpoint_is_begun_again_or_if_it_has_ended_refused(pl
         start.plan(words, "")
     assert not calls
     Path("logs/empty.jsonl").touch()
-    for name, said in (("dairy", "There is no run dairy to resume: it begins now; a similar name is diary\n"), ("x", "resume: it begins now\n"),
-                       ("empty", "logs/empty.jsonl has no settings to resume with: empty begins now\n"), ("", "no checkpoint to resume in logs/")):
-        capsys.readouterr()
+    for name in ("x", "empty", ""):
         assert f"DATA_PATH={SPEECHES}" in start.plan(["RESUME=auto", f"RUN_ID={name}"], "").arguments
-        assert said in capsys.readouterr().out
 
 
 def test_checkpoints_are_found_where_the_log_of_their_run_says(place):

@@ -258,17 +258,6 @@ def refuse_ended(log: Path, events: list[dict]) -> None:
                      f"{advice}")
 
 
-def describe_new(run_id: str) -> str:
-    """Return what to say if there is nothing to resume for a RUN_ID, or for any run if it is ""."""
-    if find_run(run_id):
-        return f"logs/{run_id}.jsonl has no settings to resume with: {run_id} begins now"
-    if not run_id:
-        return "There is no checkpoint to resume in logs/: a run begins now"
-    near = difflib.get_close_matches(run_id, [log.stem for log in newest_first("*.jsonl")], 1)
-    similar = f"; a similar name is {near[0]}" if near else ""
-    return f"There is no run {run_id} to resume: it begins now{similar}"
-
-
 def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -> Start | None:
     """Return how to continue from the checkpoint RESUME, or how to begin a run again that stopped
     before its first one: with the settings in its log, unless the user gives others. None if there
@@ -282,8 +271,7 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
     checkpoints = list_checkpoints(of_log) or list_checkpoints(named)
     paths = checkpoints if given["RESUME"] == "auto" else [Path(given["RESUME"])]
     if not paths and not events:
-        print(describe_new(named.run_id))
-        return None
+        return None  # The trainer says that there is no checkpoint.
     if paths:
         log = find_writer(paths[0])
         if not log:
