@@ -359,8 +359,8 @@ def summarize(log: Path) -> str:
     size, cap = export["artifact_bytes"] + export["code_bytes"], start["config"].get("SIZE_CAP", 0)
     too_large = f", more than SIZE_CAP={cap:,}" if 0 < cap < size else ""
     warning, steps = warn_of_overfitting(history)
-    text, script = log.with_suffix(".txt"), log.with_name("train_gpt.py")
-    beside = f"; {text} also has the script" if text.is_file() else f"; {script} is the script" if script.is_file() else ""
+    text = log.with_suffix(".txt")
+    beside = f"; {text} also has the script" if text.is_file() else ""
     model = find_artifact(log, start, export)
     place = f"not in OUT_DIR={start['config']['OUT_DIR']}: moved, deleted, or replaced by another run"
     if model:
