@@ -38,9 +38,6 @@ def main() -> None:
     sent = set()
     try:
         path = find_log(options.run)
-    except (ValueError, OSError) as error:
-        sys.exit(f"track.py: {error}")
-    try:
         events = read_history(path)
         send, close = open_tracker(options.tracker, path, events[0]["config"])
     except ImportError as error:
