@@ -184,7 +184,6 @@ def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):
     ([], "rehearsal", "has no line like '# tokenizer: sp1024'"), ([], "quik", "there is no .*quik.env; .*: cpu_1mb .*quick"),
     (["DATA_PATH=mine"], "", "DATA_PATH=mine does not exist in .*; you may mean DATA_PATH=.*/other/mine"),
     (["DATA_PATH=other/mine"], "", "has no .*_val_.*.bin: .* data/prepare.py other/mine --tokenizer unigram1024 --out data/datasets/mine$"),
-    (["DATA_PATH=data/datasets/dairy"], "", "does not exist in .*; you may mean DATA_PATH=data/datasets/diary$"),
     (["DATA_PATH=x"], "cpu_1mb", "you may mean DATA_PATH=data/datasets/diary or DATA_PATH=data/datasets/plays$")])
 def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch, words, preset, message):
     Path("other/mine").mkdir(parents=True)

@@ -10,7 +10,6 @@ what is chosen here. PYTHON names the interpreter that makes .venv.
 """
 
 import argparse
-import difflib
 import glob
 import math
 import os
@@ -102,10 +101,7 @@ def check_data(data: str) -> None:
                    f"data/datasets/{path.resolve().stem}"]
         raise ValueError(f"DATA_PATH={data} has no *_val_*.bin: if it is text, prepare it first: "
                          f"{shlex.join(prepare)}")
-    folders = [folder for folder in Path("data/datasets").glob("*") if has_shards(folder)]
-    names = [folder.name for folder in folders]
-    near = difflib.get_close_matches(path.name, names, 1) or sorted(names)
-    meant = [f"data/datasets/{name}" for name in near]
+    meant = sorted(str(folder) for folder in Path("data/datasets").glob("*") if has_shards(folder))
     if Path(called_from, data).exists():
         meant = [shlex.quote(str(called_from / data))]
     advice = "data/prepare.py makes such a folder of your text"
