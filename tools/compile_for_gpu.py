@@ -1,6 +1,6 @@
 """Let Inductor write the kernels of a training step for an H100 on a machine that has none; count them and their bytes.
 
-    python tools/compile_for_gpu.py                           every case
+    python tools/compile_for_gpu.py                           every case, as in tests/kernels.json
     python tools/compile_for_gpu.py default-4096 NUM_LAYERS=2    one case, with another setting
 
 It needs PyTorch 2.13.0, of which the build for CPUs will do, and `pip install triton==3.7.1` (0.7 GB). It traces forward and
@@ -252,7 +252,6 @@ def missing() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="CASE or NAME=value", help=", ".join(CASES))
-    parser.add_argument("--json", action="store_true", help="print what tests/kernels.json holds")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"compile_for_gpu.py: {reason}")
@@ -262,7 +261,7 @@ def main() -> None:
         sys.exit(f"compile_for_gpu.py: {', '.join(unknown)} is not a case; the cases are {', '.join(CASES)}")
     pretend_to_have_an_h100()
     define_attention()
-    counts_of = {}
+    counts = {}
     for name in names:
         torch.compiler.reset()
         rows, settings = CASES[name]
@@ -270,11 +269,8 @@ def main() -> None:
             config, _ = train_gpt.load_config([*settings.split(), *extra, "DTYPE=bfloat16", "DEVICE=cuda", "ATTN=flash"], {})
         except (ValueError, OSError) as error:
             sys.exit(f"compile_for_gpu.py: {name}: {error}")
-        counts = counts_of[name] = count(plan(config, rows))
-        if not options.json:
-            print(name, *(f"{key}: {value}" for key, value in counts.items()), sep="\n    ", flush=True)
-    if options.json:
-        print(json.dumps(counts_of, indent=1))
+        counts[name] = count(plan(config, rows))
+    print(json.dumps(counts, indent=1))
 
 
 if __name__ == "__main__":
