@@ -46,11 +46,7 @@ CONFIGURATIONS = {  # settings, steps that are timed, validation tokens
     "cpu-small": ("NUM_LAYERS=4 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN=512 "
                   "TRAIN_BATCH_TOKENS=32768", 4, 1 << 16),
     "cpu-preset": (f"@{PRESETS}/cpu_1mb_avx2.env VOCAB_SIZE=2048 SIZE_CAP=0", 40, 1 << 16),
-    "cpu-default-shape": ("TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=16384", 2, 1 << 15),
     "gpu-default": ("", 30, 1 << 23),
-    "gpu-124M": ("NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 VOCAB_SIZE=50304 "
-                 "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VAL_BATCH_SIZE=65536 GRAD_ACCUM_STEPS=1",
-                 50, 1 << 20),
     "gpu-preset": (f"@{PRESETS}/h100_1gpu_16mb.env SIZE_CAP=0 EVAL_STRIDE=0", 30, 1 << 20)}
 ROWS = {  # key of a measurement: title, digits
     "tokens_per_s": ("training, tokens/s", 0), "tflops": ("training, TFLOP/s", 3), "peak_share": ("% of the peak", 1),
