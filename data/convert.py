@@ -85,7 +85,7 @@ def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
 def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer) -> dict:
     """Write a split as shards; return it for the manifest."""
     writer = ShardWriter(folder, part)
-    for document in split_documents(arrays, tokenizer.bos, part):
+    for document in split_documents(arrays, tokenizer.bos, part, sum(map(len, arrays))):
         writer.write(document, tokenizer.count_bytes(document[document != tokenizer.bos]))
     return writer.close()
 

@@ -45,13 +45,11 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def split_documents(arrays: Iterable[np.ndarray], bos: int, title: str, total: int | None = None) -> Iterator[np.ndarray]:
+def split_documents(arrays: Iterable[np.ndarray], bos: int, title: str, total: int) -> Iterator[np.ndarray]:
     """Yield the tokens from each BOS to the next, uint16 (N,), N > 0, with a progress bar. A document may continue in the
     next array. Tokens before the first BOS come first; without a BOS all tokens are one document. `total` is the number of
-    tokens, which is needed if the arrays are not a list."""
+    tokens."""
     parts = []
-    if total is None:
-        total = sum(map(len, arrays))
     with tqdm(desc=title, total=total, unit="token", unit_scale=True) as bar:
         for array in arrays:
             for start in range(0, len(array), BLOCK_TOKENS):
