@@ -42,8 +42,6 @@ def main() -> None:
         send, close = open_tracker(options.tracker, path, events[0]["config"])
     except ImportError as error:
         sys.exit(f"track.py: {error}; run: {interpreter()} -m pip install {options.tracker}")
-    except LookupError as error:
-        sys.exit(f"track.py: {path} is damaged, or of another program: an event lacks {error}")
     except Exception as error:  # also a tracker's own, as without a login
         sys.exit(f"track.py: {error}")
     with suppress(KeyboardInterrupt):
