@@ -157,7 +157,7 @@ def write_record(folder: Path, authored: dict):
     readme.write_text(render(submission, base) + old.partition(NOTES)[2], encoding="utf-8")
     paths = [folder / f"train_seed{seed['seed']}.jsonl" for seed in seeds]
     paths += sorted((records / authored["base"]).glob("train_seed*.jsonl")) if base else []
-    draw(groups_of([read_run(str(path)) for path in paths]), folder / "curve.png")
+    draw(groups_of([read_run(path) for path in paths]), folder / "curve.png")
 
 
 def render(claims: dict, base: dict) -> str:

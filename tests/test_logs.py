@@ -54,7 +54,7 @@ def write_log(path, seed=1, lr=0.02, steps=(1, 2, 3, 4), resume=None, final=True
 
 
 def read(path, **changes):
-    return plot.read_run(str(write_log(path, **changes)))
+    return plot.read_run(write_log(path, **changes))
 
 
 def test_runs_are_named_by_what_they_are(tmp_path):
@@ -107,7 +107,7 @@ def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     assert [*plot.curve(run, "step", "train_loss").values()] == [(1, 13), (2, 12), (3, 11), (4, 1), (5, 0), (6, -1)]
     again = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # validated again on resuming
     write_lines(write_log(tmp_path / "run.jsonl", steps=(3, 4), resume=2), again, append=True)
-    run = plot.read_run(str(tmp_path / "run.jsonl"))
+    run = plot.read_run(tmp_path / "run.jsonl")
     assert plot.curve(run, "seconds", "val_bpb") == {2: (2, 7), 4: (4, 1)}
     run = read(tmp_path / "run.jsonl", steps=(1, 2))  # without RESUME, the older log is another run's
     assert list(plot.curve(run, "step", "train_loss")) == [1, 2]

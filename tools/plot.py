@@ -62,9 +62,8 @@ def find_missing(event: dict) -> list[str]:
     return [key for key, default in needed.items() if not isinstance(event.get(key, default), int | float | None)]
 
 
-def read_run(name: str) -> Run:
-    """Read a log, named by its path or a RUN_ID in logs/. Raises ValueError if it is no log of a run, and OSError."""
-    path = find_log(name)
+def read_run(path: Path) -> Run:
+    """Read a log. Raises ValueError if it is no log of a run, and OSError."""
     events = read_history(path)
     missing = [f"{event['event']}.{key}" for event in events for key in find_missing(event)]
     missing += [name for name in ("SEED", "TRAIN_BATCH_TOKENS") if name not in events[0]["config"]]
@@ -283,7 +282,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         paths = [find_log(name) for name in options.runs or [""]]
-        groups = groups_of([read_run(str(path)) for path in paths])
+        groups = groups_of([read_run(path) for path in paths])
         folder = paths[0].parent
         if (folder / "submission.json").exists() and not options.out:  # a record has no room for it
             folder = Path("logs")
