@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from common import with_deviation
 from events import (
-    MAY_DIFFER_BETWEEN_SEEDS, check_logs, find_log, given_settings, interpreter, prepare_output, read_history, warn_of_overfitting,
+    MAY_DIFFER_BETWEEN_SEEDS, find_log, given_settings, interpreter, prepare_output, read_history, warn_of_overfitting,
 )
 
 # Runs that differ only in these settings are seeds of one group.
@@ -286,7 +286,6 @@ def main() -> None:
         folder = paths[0].parent
         if (folder / "submission.json").exists() and not options.out:  # a record has no room for it
             folder = Path("logs")
-            check_logs()
             folder.mkdir(exist_ok=True)
         out = options.out or folder / (f"{paths[0].stem}.png" if len(paths) == 1 else "compared.png")
         out = out if out.suffix else out.with_suffix(".png")  # as matplotlib names it
