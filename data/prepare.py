@@ -70,8 +70,6 @@ def choose_by_hash(options) -> None:
     for text in reader.documents(options.sources, "counting"):
         if reader.named_splits or count >= MANY_DOCUMENTS:
             return
-        if reader.position > limit:
-            break
         for part in parts_of(text):
             sizes[hashlib.sha256(part.encode("utf-8")).digest()] = len(part)
             first, count = first or part, count + 1
@@ -105,8 +103,6 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, bytes, by
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         for text in reader.documents(sources, title):
             number = reader.position  # from 1
-            if not is_val_file and number > limit:
-                break
             parts = [text[:options.cut], text[options.cut:]] if options.cut else parts_of(text)
             for place, part in enumerate(parts):
                 raw = part.encode("utf-8")
