@@ -191,18 +191,18 @@ def read_history(path: Path, is_outline: bool = False) -> list[dict]:
     return events
 
 
-def warn_of_overfitting(events: list[dict]) -> tuple[str, int]:
+def warn_of_overfitting(events: list[dict]) -> str:
     """Return a line that begins with a line end if the text was read many times and validation rose or stopped falling, or
-    is far above training, else ""; and the steps that would have been enough, or 0. The last validation is that of the average,
-    if there is one. The rounded artifact is not compared: its score is always a little higher."""
+    is far above training, else "". The last validation is that of the average, if there is one. The rounded artifact is not
+    compared: its score is always a little higher."""
     train = next((event for event in reversed(events) if event["event"] == "train"), None)
     scores = [event for event in events if event["event"] == "val" and event["val_loss"] is not None]
     learns_one_batch = events[0].get("config", {}).get("OVERFIT")  # on purpose
     if not train or not scores or learns_one_batch:
-        return "", 0
+        return ""
     epochs = train["epoch"] / train["step"] * scores[-1]["step"]  # The last steps may not be logged.
     if epochs <= MANY_EPOCHS:
-        return "", 0
+        return ""
     last, best = scores[-1]["val_loss"], min(scores, key=lambda event: event["val_loss"])
     # With WARMDOWN_FRACTION=0.8, a sixth of the sum of all rates is that of the last two fifths of the steps, but only a
     # twenty-fourth that of the last fifth, in which even a model that still learns gains little.
@@ -214,15 +214,15 @@ def warn_of_overfitting(events: list[dict]) -> tuple[str, int]:
     if last > best["val_loss"] + RISE:
         return (f"{read}. Validation loss was lowest at step {best['step']:,} ({best['val_loss']:.2f} nats) and has risen to "
                 f"{last:.2f}, while training loss is {train['train_loss']:.2f}: the model is memorizing the text. First try "
-                f"ITERATIONS={best['step']}, {others}"), best["step"]
+                f"ITERATIONS={best['step']}, {others}")
     if before and last > min(before) - RISE:
         step = next(event["step"] for event in scores if event["val_loss"] <= last + RISE)
         return (f"{read}, and validation loss stopped falling at about step {step:,} of {scores[-1]['step']:,}. First try "
-                f"ITERATIONS={step}, {others}"), step
+                f"ITERATIONS={step}, {others}")
     if last > train["train_loss"] + GAP:
         return (f"{read}. Training loss is {train['train_loss']:.2f} nats and validation loss {last:.2f}: the model has memorized "
-                f"much of the text. First try {more}, then more text"), 0
-    return "", 0
+                f"much of the text. First try {more}, then more text")
+    return ""
 
 
 def name_best(events: list[dict]) -> str:
@@ -248,9 +248,9 @@ def runner() -> str:
     return path if "/" in path else f"./{path}"
 
 
-def repeated(log: Path, start: dict, changes: dict[str, str], left_out: set[str]) -> str:
-    """Return the command that trains like the run of a log, with changes and without some settings."""
-    given = {name: text for name, text in given_settings(start).items() if name not in MAY_DIFFER_BETWEEN_SEEDS | left_out}
+def repeated(log: Path, start: dict, changes: dict[str, str]) -> str:
+    """Return the command that trains like the run of a log, with changes."""
+    given = {name: text for name, text in given_settings(start).items() if name not in MAY_DIFFER_BETWEEN_SEEDS}
     origins = {origin for _, origin in start["overrides"].values() if origin.startswith("@")}
     files = list(origins) if len(origins) == 1 else []  # A log does not tell the order of several.
     of_files = {name: text for name, (text, origin) in start["overrides"].items() if origin in origins and not files}
@@ -266,15 +266,14 @@ def resumption(log: Path, start: dict) -> str:
     """Return the command that continues a run from its checkpoint: run.sh finds most settings in the logs of its own folder."""
     given = given_settings(start)
     if Path.cwd() != ROOT:
-        return repeated(log, start, {**given, "RUN_ID": log.stem, "RESUME": "auto"}, set())
+        return repeated(log, start, {**given, "RUN_ID": log.stem, "RESUME": "auto"})
     words = [f"{name}={given[name]}" for name in ("DATA_PATH", "OUT_DIR") if name in given]
     return f"{runner()} {shlex.join([*words, f'RUN_ID={log.stem}', 'RESUME=auto'])}"
 
 
-def next_steps(log: Path, model: Path | None, events: list[dict], steps: int) -> list[str]:
-    """Return commands for what one does next with a run, whose artifact or checkpoint is `model`. `steps`: those that would have
-    been enough, or 0."""
-    python, is_here, start = interpreter(), log.parent == Path("logs"), events[0]
+def next_steps(log: Path, model: Path | None, start: dict) -> list[str]:
+    """Return commands for what one does next with a run, whose artifact or checkpoint is `model`."""
+    python, is_here = interpreter(), log.parent == Path("logs")
     sample, plot, prepare = (typed(ROOT / name) for name in ("tools/sample.py", "tools/plot.py", "data/prepare.py"))
     run = shlex.quote(log.stem if is_here else str(log))
     commands = []
@@ -286,10 +285,7 @@ def next_steps(log: Path, model: Path | None, events: list[dict], steps: int) ->
     presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     is_own_text = not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb"))
-    if steps and "quick" in presets:
-        shorter = repeated(log, start, {"ITERATIONS": str(steps)}, {"VAL_LOSS_EVERY", "ITERATIONS"})
-        commands.append(f"{shorter}    # only as long as it improved")
-    elif is_own_text:
+    if is_own_text:
         commands.append(f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting")
     elif "quick" in presets:
         commands.append(f"{runner()} --preset {better}    # ten minutes, a better model")
@@ -332,12 +328,12 @@ def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> s
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
     elif model:
-        first = f"{repeated(log, start, {'ITERATIONS': '0', 'INIT_FROM': str(model)}, set())}    # score its model"
+        first = f"{repeated(log, start, {'ITERATIONS': '0', 'INIT_FROM': str(model)})}    # score its model"
         there_is = f"there is none, but the model is saved: {model}"
     else:
-        first = f"{repeated(log, start, {}, set())}    # again"
+        first = f"{repeated(log, start, {})}    # again"
         there_is = "there is none"
-    commands = "\n             ".join([first, *next_steps(log, model, events, 0)])
+    commands = "\n             ".join([first, *next_steps(log, model, start)])
     return f"""{log}: the run has not ended; its last event is of step {step:,}
 checkpoint   {there_is}
 next         {commands}"""
@@ -358,7 +354,6 @@ def summarize(log: Path) -> str:
         return score
     size, cap = export["artifact_bytes"] + export["code_bytes"], start["config"].get("SIZE_CAP", 0)
     too_large = f", more than SIZE_CAP={cap:,}" if 0 < cap < size else ""
-    warning, steps = warn_of_overfitting(history)
     text = log.with_suffix(".txt")
     beside = f"; {text} also has the script" if text.is_file() else ""
     model = find_artifact(log, start, export)
@@ -366,9 +361,9 @@ def summarize(log: Path) -> str:
     if model:
         has_more = model.with_name("final_model.pt").is_file()
         place = f"{model}{'; final_model.pt beside it has all weights in full' * has_more}"
-    commands = "\n          ".join(next_steps(log, model, history, steps))
+    commands = "\n          ".join(next_steps(log, model, start))
     return f"""{final['step']:,} steps in {latest['val']['train_time_ms'] / 1000:,.0f} s: {score}, with \
-{size:,} bytes of model and code{too_large}{name_best(history)}{warning}
+{size:,} bytes of model and code{too_large}{name_best(history)}{warn_of_overfitting(history)}
 machine   {describe_machine(latest)}
 log       {log}{beside}
 model     {place}

@@ -221,7 +221,7 @@ def draw_panel(axes, groups: dict[str, list[Run]], colours: list, x: str, y: str
             is_short = late.sum() < FEW_POINTS or members[0].settings.get("INIT_FROM")
             shown.append(values if is_short else values[late])
         for run in members if len(groups) == 1 and y == "val_bpb" else []:
-            if warn_of_overfitting(run.events)[0]:
+            if warn_of_overfitting(run.events):
                 across, _ = min(curve(run, x, y).values(), key=lambda point: point[1])
                 axes.axvline(across, color=colour, label="lowest validation", **STYLES["lowest validation"])
     low, high = (limit(np.concatenate(shown)) for limit in (np.nanmin, np.nanmax))

@@ -248,7 +248,7 @@ def refuse_ended(log: Path, events: list[dict]) -> None:
     model = find_artifact(log, events[0], latest.get("export", {}))
     advice = f"{interpreter()} tools/events.py {shlex.quote(log.stem)} says what it left"
     if model:
-        again = repeated(log, events[0], {"INIT_FROM": str(model)}, {"INIT_FROM"})
+        again = repeated(log, events[0], {"INIT_FROM": str(model)})
         advice = f"to train its model further, as a new run: {again}"
     raise ValueError(f"RUN_ID={log.stem} has ended ({log}) and left no checkpoint to resume; "
                      f"{advice}")
