@@ -1,6 +1,5 @@
 """Read finished runs, pair them by seed, and say how large an effect is, and how sure that is."""
 
-import argparse
 import json
 import math
 import os
@@ -191,7 +190,3 @@ def correct_for_selection(effect: Effect, most: int) -> float:
     if observed > seen[-1]:
         return effect.mean
     return -float(np.interp(observed, seen, gains, left=0.0)) * effect.spread
-
-
-if __name__ == "__main__":  # for those who look what it is
-    argparse.ArgumentParser(description=f"{__doc__} Other scripts import this file.").parse_args()
