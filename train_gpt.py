@@ -1464,11 +1464,11 @@ def main() -> int:
         print(__doc__, re.sub(r"\n    \w+:", lambda match: match[0].upper(), settings))
         return 0
     warnings.formatwarning = lambda text, kind, *place: f"{kind.__name__}: {text}\n"
-    status = 1
     try:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         oom = isinstance(error, torch.OutOfMemoryError)
         hint = "\nLower MICRO_BATCH_TOKENS; 3e9 parameters fill 80 GB" if oom else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)

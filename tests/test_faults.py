@@ -294,10 +294,29 @@ def test_a_signal_is_heard_where_the_terminal_is_closed(monkeypatch):
     assert write.called and clock.signal == signal.SIGHUP
 
 
-def test_ctrl_c_before_the_training_is_one_sentence(tmp_path, monkeypatch, data):
-    at_calls(monkeypatch, train_gpt.Validation, "__init__", {1}, lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(SystemExit, match="^train_gpt.py: stopped$"):
+@pytest.mark.parametrize("name, call", [("__init__", 1), ("score", 5)])  # before the training; the final scores
+def test_ctrl_c_outside_the_training_is_one_sentence(tmp_path, monkeypatch, data, capsys, name, call):
+    at_calls(monkeypatch, train_gpt.Validation, name, {call}, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit, match="^130$"):
         tiny_run(monkeypatch, tmp_path, data)
+    assert capsys.readouterr().err == "train_gpt.py: stopped\n"
+
+
+def test_ctrl_c_while_compiling_does_not_blame_the_compiler(monkeypatch):
+    """In a terminal, it also ends g++."""
+    trainer = train_gpt.Trainer(tiny_config(compile="blocks"), one_process())
+    trainer.clock.signal = signal.SIGINT
+    error = torch._dynamo.exc.TorchDynamoException("C++ compile error")
+    monkeypatch.setattr(train_gpt.GPT, "forward", Mock(side_effect=error))
+    with pytest.raises(ValueError, match="^stopped while compiling$"):
+        train_gpt.compile_model(trainer, Mock(**{"batches.return_value": [(None, None)]}))
+
+
+def test_saving_the_model_is_no_training(tmp_path, monkeypatch, data):
+    at_calls(monkeypatch, train_gpt, "write_whole", {1}, lambda: time.sleep(0.3))
+    log = tiny_run(monkeypatch, tmp_path, data, ITERATIONS=0)
+    assert next(event for event in log if event["event"] == "val")["train_time_ms"] < 200
+
 
 # ---- Nothing of an earlier run is lost or mistaken -----------------------------------------------------------
 
