@@ -1259,6 +1259,7 @@ def export(trainer, validation, log):
     if ranks.rank == 0:  # the floats first: nothing below can lose them
         floats = saved(state)
         write_whole(Path(config.out_dir, "final_model.pt"), floats)
+    clock.set(clock.step, clock.time_ms)  # The files above are no training.
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1446,9 +1447,8 @@ def run(config, overrides: dict, source: str) -> int:
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
         if exports and not clock.stop_signal:
-            clock.set(clock.step, clock.time_ms)  # restart: the last save does not count
-            with clock.paused():  # Signals wait for the export's files.
-                export(trainer, validation, log)
+            export(trainer, validation, log)
+            clock.synchronize()  # Signals wait for the export's files.
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
