@@ -506,7 +506,7 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
         others["muon"] = Muon([groups.pop("matrix")], config, ranks)
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                             fused=config.fused or None)
+                             fused=(config.fused and ranks.device.type != "mps") or None)
     return {"adam": adam, **others}
 
 # ---- Data ------------------------------------------------------------------------------
@@ -1342,8 +1342,7 @@ def resolve(config, ranks) -> Config:
     require(config.tokenizer_sha256 in ("", digest), f"TOKENIZER_PATH={path} is missing "
             f"or wrong; use the one with TOKENIZER_SHA256={config.tokenizer_sha256}")
     return replace(config, device=device, run_id=run_id, out_dir=config.out_dir or f"logs/{run_id}",
-                   attn=choose_attention(config, ranks.device), tokenizer_sha256=digest,
-                   fused=config.fused and device != "mps")
+                   attn=choose_attention(config, ranks.device), tokenizer_sha256=digest)
 
 def announce(trainer, loader, validation, log, overrides: dict, resumed_from=""):
     """Log data, model and settings, in lines that begin as the published trainer's."""

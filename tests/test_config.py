@@ -145,7 +145,7 @@ def test_what_each_device_without_bfloat16_gets(monkeypatch, kind, dtype, compil
     """Another type, and graphs if there are steps to train; MPS a row at a time."""
     monkeypatch.setattr(train_gpt, "bfloat16_is_native", lambda device: False)
     config = resolve_on(monkeypatch, kind, 16)
-    assert (config.dtype, config.compile) == (dtype, compiled)
+    assert (config.dtype, config.compile, config.fused) == (dtype, compiled, True)  # RESUME compares FUSED
     assert config.micro_batch_tokens == 4096 or kind != "mps"
     assert resolve_on(monkeypatch, kind, 16, iterations=0).compile == "0"
 
