@@ -1219,12 +1219,12 @@ def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
     before = trainer.state_dict()  # Loading it restores base_lr and drops new moments.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
-    for optimizer in trainer.optimizers.values():
-        for group in optimizer.param_groups:
-            group["base_lr"] = 0.0
+    for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
+        group["base_lr"] = 0.0
     for i in range(1, steps + 1):
         trainer.train_step(loader.batches(0)[:1])
-        log.line(f"warmup_step:{i}/{steps}")
+        if steps <= 20 or i % 10 == 0 or i == steps:
+            log.line(f"warmup_step:{i}/{steps}")
     trainer.load_state_dict(before)
 
 def validate(trainer, validation, log):

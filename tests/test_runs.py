@@ -109,6 +109,11 @@ def test_mistakes_are_found_before_training(data, tmp_path, monkeypatch, changes
     assert not [*(tmp_path / "logs").glob("*")]  # no log was begun
 
 
+def test_a_long_warm_up_logs_every_tenth_step(data, tmp_path, monkeypatch, capsys):
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, ITERATIONS=1, WARMUP_STEPS=25))
+    assert re.findall(r"^warmup_step:(\d+)/25$", capsys.readouterr().out, re.M) == ["10", "20", "25"]
+
+
 def test_float16_trains_alike(finished, data, tmp_path, monkeypatch):
     """With loss scaling: the same losses, nearly, and no step that is skipped for good."""
     run_here(monkeypatch, tmp_path, *tiny_arguments(data, RUN_ID="run", DTYPE="float16"))
