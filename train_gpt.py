@@ -128,15 +128,15 @@ class Config:
     compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # 0: off
     attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
-    max_wallclock_seconds: float = 600.0  # train for at most N seconds; 0: no limit
+    max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans (text pieces) per rank and step, not passes; 0: ~8 / ranks
+    grad_accum_steps: int = 0  # spans of sequential text per rank and step; 0: ~8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
-    val_batch_size: int = 524288  # as published, up to N / ranks / GRAD_ACCUM_STEPS tokens at once
+    val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
     train_log_every: int = 200  # log steps 1 to 10, each N-th, one at the time limit
-    checkpoint_every: int = 0  # save every N steps and at the end; 0: only when stopped
+    checkpoint_every: int = 0  # save every N steps and at the end; 0: if interrupted
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
@@ -878,7 +878,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl, NaN as null, and formatted by `text` to console and .txt."""
+        """Write values to the .jsonl, inf and NaN as null; by `text`, to console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -1208,7 +1208,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping soon; Ctrl-\\ stops now (torchrun: in 30 s)\n")
+                os.write(2, b"stopping soon (torchrun: in 30 s); Ctrl-\\ stops now\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
@@ -1253,7 +1253,7 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, validation, log):
-    """Write floats, validate, write and load the artifact. Collective. Raises OSError."""
+    """Write floats, validate, write and load the artifact. Collective. OSError, ValueError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
     if ranks.rank == 0:  # the floats first: nothing below can lose them
@@ -1305,7 +1305,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. 1, 2, 4 or 8 ranks train alike: a step
+    """Set the sizes of spans and micro-batches. 1, 2, 4 or 8 ranks read alike: a step
     reads 8 spans (4, 2 or 1 if it has fewer rows). Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
