@@ -41,6 +41,7 @@ def place(tmp_path, monkeypatch):
 
 
 def has_gpus(monkeypatch, count: int) -> None:
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: count)
 
 
@@ -195,7 +196,9 @@ def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch
     assert not calls
 
 
-def test_the_cpu_does_not_train_where_pytorch_cannot_use_the_gpus(place, calls, monkeypatch):
+@pytest.mark.parametrize("counted", [0, 1])  # device_count asks the driver's library, however old that is
+def test_the_cpu_does_not_train_where_pytorch_cannot_use_the_gpus(place, calls, monkeypatch, counted):
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: counted)
     monkeypatch.setattr(start, "gpu_names", lambda: ["Tesla T4"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match="PyTorch cannot use this machine's GPUs: install a build"):

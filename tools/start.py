@@ -71,7 +71,8 @@ def count_gpus(device: str) -> int:
     if device.lower() not in ("", "auto", "cuda"):
         return 0
     import torch
-    count = torch.cuda.device_count()
+    # device_count asks the driver, which also counts GPUs when it is too old for this PyTorch.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count and not device and "CUDA_VISIBLE_DEVICES" not in os.environ and gpu_names():
         raise ValueError("PyTorch cannot use this machine's GPUs: install a build for their driver "
                          "into .venv (see pytorch.org), or set DEVICE=cpu")
