@@ -237,7 +237,9 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
     for training in (False, True):
         model.train(training)
         for name, mode in MODES.items():
-            for part in (slice(None), slice(1)):
+            # Gradients keep every activation: on a GPU, not all rows would fit into its memory.
+            many = slice(2 if rows.is_cuda and mode is torch.enable_grad else None)
+            for part in (many, slice(1)):
                 with mode():
                     logits = logits_of(model, rows[part])
                     loss = model(rows[part], targets[part]).item()
@@ -249,6 +251,14 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
                     return (f"its loss, {loss:.4f}, is not the cross entropy of its logits, "
                             f"{entropy:.4f}")
     return ""
+
+
+def suit_gpu(config):
+    """Return a Config with which a GPU computes in float32 and uncompiled. Of the kernels of
+    attention that need little memory, one takes float32; a run has enabled only its own."""
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_math_sdp(True)  # for widths that the other does not take
+    return replace(config, attn="efficient", compile="0")
 
 
 def in_float32(model):
@@ -267,9 +277,12 @@ def score(train_gpt, settings: list[str]) -> dict:
     """Return "nats", the loss of the artifact INIT_FROM on each row of tokens.npy, and the "reason"
     for which it is invalid, or "". In every row, one more cut is tried."""
     config, _ = train_gpt.load_config(settings, {})
+    device = "cpu"
+    if config.device != "cpu" and torch.cuda.is_available():
+        config, device = suit_gpu(config), "cuda"
     own = train_gpt.GPT(config)
     train_gpt.load_weights(own, config.init_from)
-    own.to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    own.to(device)
     own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
     model, random = in_float32(own), seeded(train_gpt)
     length, batch = config.train_seq_len, rows_at_once(config)
@@ -292,6 +305,8 @@ def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]
     """Return why the model of a resolved Config, or the script's Validation, must not be used, or
     "". They are tried with random weights on a `text`, as read_text returns it."""
     config = validation.config
+    if ranks.device.type == "cuda":
+        config = suit_gpu(config)
     torch.manual_seed(0)
     own = train_gpt.GPT(config).to(ranks.device)
     with torch.no_grad():
