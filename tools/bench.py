@@ -252,8 +252,8 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> None:
             measured[i][1].append(measure(command, skip, folder, folder / f"cache{i}", environment))
     start = measured[0][1][0]["start"]
     dtype, product = start["config"]["DTYPE"], measure_tflops(start)
-    promised = find_peak(start.get("gpu", ""), dtype)
-    peak = promised * start["world_size"] if promised else product
+    gpus = start["world_size"] if start.get("gpu") else 1  # on CPUs, the product has the cores of all ranks
+    peak = gpus * (find_peak(start.get("gpu", ""), dtype) or product)
     for _, runs in measured:
         for found in runs:
             found["peak_share"] = 100 * found["tflops"] / peak
