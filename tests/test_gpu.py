@@ -11,6 +11,7 @@ from pathlib import Path
 
 import conftest  # first: it makes the scripts importable
 import numpy as np
+import probe
 import pytest
 import torch
 import train_gpt
@@ -163,6 +164,12 @@ def test_attention_kernels_compute_what_the_math_kernel_does(kernel):
     difference = max(float((t - wanted).float().norm() / wanted.float().norm()) for wanted, t in zip(*results))
     found[title] = f"{difference:.4f} (limit 0.02)"
     assert difference < 0.02
+
+
+def test_a_model_is_tried_on_the_card(data):
+    """As ablate.py does before training: also in float32, which the kernels that are chosen for 16 bits do not take."""
+    plan = probe.plan(train_gpt, arguments_of(data, "cuda", **{**SMALL, **COMPILED, "DTYPE": native_type()}))
+    assert plan.get("reason") == "", plan
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
