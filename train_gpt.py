@@ -1393,8 +1393,8 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        reason = str(error).partition("Output:")[2] or repr(error)  # g++'s output, or all
-        raise ValueError(f"COMPILE={mode} failed: {reason:.400}; try 0") from None
+        cause = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
+        raise ValueError(f"COMPILE={mode} failed: {' '.join(cause):.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager

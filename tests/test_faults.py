@@ -302,13 +302,15 @@ def test_ctrl_c_outside_the_training_is_one_sentence(tmp_path, monkeypatch, data
     assert capsys.readouterr().err == "train_gpt.py: stopped\n"
 
 
-def test_ctrl_c_while_compiling_does_not_blame_the_compiler(monkeypatch):
-    """In a terminal, it also ends g++."""
+@pytest.mark.parametrize("number, wanted", [
+    (signal.SIGINT, "stopped while compiling"), (0, "COMPILE=blocks failed: RuntimeError: no gcc; try 0")])
+def test_what_ended_the_compiling_is_said(monkeypatch, number, wanted):
+    """In a terminal, Ctrl-C also ends g++. A process that compiles for a GPU sends its whole traceback."""
     trainer = train_gpt.Trainer(tiny_config(compile="blocks"), one_process())
-    trainer.clock.signal = signal.SIGINT
-    error = torch._dynamo.exc.TorchDynamoException("C++ compile error")
+    trainer.clock.signal = number
+    error = torch._dynamo.exc.TorchDynamoException("SubprocException:\nTraceback:\n  File 'x'\nRuntimeError: no gcc\n")
     monkeypatch.setattr(train_gpt.GPT, "forward", Mock(side_effect=error))
-    with pytest.raises(ValueError, match="^stopped while compiling$"):
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
         train_gpt.compile_model(trainer, Mock(**{"batches.return_value": [(None, None)]}))
 
 
