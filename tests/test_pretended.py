@@ -79,6 +79,16 @@ def test_a_run_its_resumption_and_scoring_its_model(tmp_path, data, on_cpu, card
     assert values(tmp_path, "train", "step") == [5, 6]
 
 
+def test_a_model_is_tried_on_a_card(tmp_path, data):
+    """As ablate.py does: also in float32, which the kernels that are chosen for 16 bits do not take. (Pretended tensors cannot be
+    inference tensors.)"""
+    path = str(REPOSITORY / "tools")
+    plant = f"torch.inference_mode = torch.no_grad; sys.path.append({path!r}); import probe; plan = probe.plan"
+    plant += "; run = lambda *_: print(plan(sys.modules['train_gpt'], sys.argv[1:])) or 0"
+    done = run(tmp_path, H100, *tiny_arguments(data, DEVICE="cuda", **SETTINGS), plant=plant)
+    assert "'reason': ''}" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("presets", ["h100_8gpu_16mb", "h100_1gpu_16mb", "h100_8gpu_16mb rehearsal"])
 def test_presets_run(tmp_path, data, presets):

@@ -238,7 +238,8 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
         model.train(training)
         for name, mode in MODES.items():
             # Gradients keep every activation: on a GPU, not all rows would fit into its memory.
-            many = slice(2 if rows.is_cuda and mode is torch.enable_grad else None)
+            is_large = rows.device.type == "cuda" and mode is torch.enable_grad
+            many = slice(2 if is_large else None)
             for part in (many, slice(1)):
                 with mode():
                     logits = logits_of(model, rows[part])
