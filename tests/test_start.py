@@ -127,7 +127,7 @@ def test_a_script_that_fails_ends_the_start_with_its_status(place, capfd):
 @pytest.mark.parametrize("gpus, words, wanted, ranks", [
     (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
     (2, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),  # one GPU is enough
-    (2, ["INIT_FROM=mine"], "", 2),
+    (3, ["INIT_FROM=mine"], "", 2),  # which can share a batch
     (0, ["TRAIN_BATCH_TOKENS=2048"], "DROPOUT=0.3 ITERATIONS=69 VAL_LOSS_EVERY=7 @records/presets/quick.env", 1),
     (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=1 @records/presets/quick.env", 1)])
 def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, capsys, gpus, words, wanted, ranks):

@@ -67,7 +67,8 @@ def preset_file(name: str) -> tuple[Path, str]:
 
 
 def count_gpus(device: str) -> int:
-    """Return how many GPUs to use for DEVICE. Raises ValueError if PyTorch cannot use them."""
+    """Return how many GPUs to use for DEVICE: all, or the largest power of two below their number.
+    Raises ValueError if PyTorch cannot use them."""
     if device.lower() not in ("", "auto", "cuda"):
         return 0
     import torch
@@ -76,7 +77,10 @@ def count_gpus(device: str) -> int:
     if not count and not device and "CUDA_VISIBLE_DEVICES" not in os.environ and gpu_names():
         raise ValueError("PyTorch cannot use this machine's GPUs: install a build for their driver "
                          "into .venv (see pytorch.org), or set DEVICE=cpu")
-    return count
+    shared = 2 ** (count.bit_length() - 1) if count else 0
+    if shared < count:
+        print(f"{shared} of {count} GPUs train: batches are shared by 1, 2, 4 or 8.")
+    return shared
 
 
 def count_tokens(data: str) -> int:
