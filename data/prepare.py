@@ -253,7 +253,8 @@ def measure(options) -> tuple[str, float]:
 
 def batches(documents: Iterator[tuple[str, bytes, bytes]], progress: Progress, gzip: Counter) -> Iterator[tuple[dict, list]]:
     """Yield lists of documents that are encoded together, as their split and text, each with the state of the progress behind
-    it. Leaves out those before the progress and those of other parts. Counts the bytes of the validation text under gzip.
+    it. Leaves out those before the progress and those of other parts. Counts the bytes of the validation text under gzip. At the
+    end, the state receives the digest of all documents.
 
     Raises ValueError if those before the progress are not what they were."""
     done, wanted = progress.state["documents"], progress.state["digest"]
@@ -277,6 +278,7 @@ def batches(documents: Iterator[tuple[str, bytes, bytes]], progress: Progress, g
     if batch:
         yield {"documents": number, "digest": digests.hexdigest()}, batch
     gzip["bytes"] += len(compress.flush())
+    progress.state["whole_digest"] = digests.hexdigest()
 
 
 def write_part(progress: Progress, tokenizer: Tokenizer, reader: Reader, documents: Iterator, processes: int) -> None:

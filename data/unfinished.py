@@ -22,7 +22,8 @@ class Progress:
     command: names and values of what decides the result; the same in all parts.
     documents, digest: the documents that were read, and the SHA-256 of their splits and hashes.
     splits, checked: counts and shards of those that were encoded.
-    done: whether that is all. Then prepare.py adds what it needs for the manifest."""
+    done: whether that is all. Then prepare.py adds what it needs for the manifest, and whole_digest: as digest, but of all
+    documents, so that it is the same in all parts."""
 
     def __init__(self, folder: Path, part: tuple[int, int]):
         """`folder` is OUT.unfinished/NAME, `part` the number of the part, from 1, and of all parts."""
@@ -76,11 +77,13 @@ class Progress:
 
     def join(self) -> list[dict]:
         """Move the shards of all parts into the data set, if all are done. Return the parts' states, in which the shards have
-        their new names; or those that are done. Raises ValueError if a shard is missing."""
+        their new names; or those that are done. Raises ValueError if a shard is missing, or if the parts' texts differ."""
         states = [self.read(self.folder_of(number)) for number in range(1, self.parts + 1)]
         done = [state for state in states if state.get("done")]
         if len(done) < self.parts:
             return done
+        if len({state.get("whole_digest") for state in states}) > 1:
+            raise ValueError(f"the parts were not made from the same text; {self.way_out()}")
         self.folder.mkdir(exist_ok=True)
         for split in ("train", "val"):
             count = 0

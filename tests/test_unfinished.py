@@ -130,6 +130,19 @@ def test_parts_are_together_what_one_run_makes(tmp_path, monkeypatch, capsys, to
     assert joined == whole and sorted(os.listdir()) == ["a.jsonl", "set", "val.jsonl", "whole"]
 
 
+@pytest.mark.parametrize("first, second", [
+    (["a.jsonl"], ["b/a.jsonl"]), (["train.jsonl", "val.jsonl"], ["train.jsonl", "val.jsonl", "--val-fraction", 0.05])])
+def test_parts_of_different_texts_or_splits_are_not_joined(tmp_path, monkeypatch, first, second):
+    """Although their files have the same sizes, and the fraction is the default."""
+    Path("b").mkdir()
+    Path("b/a.jsonl").write_bytes(Path("a.jsonl").read_bytes().replace(b"many", b"MANY", 9))
+    write_jsonl(tmp_path / "train.jsonl", TEXTS)
+    write_jsonl(tmp_path / "val.jsonl", [f"validation {i}" for i in range(9)])
+    run_script(monkeypatch, prepare, *first, "--part", "1/2", "--tokenizer", "byte260", "--out", "set")
+    with pytest.raises(SystemExit, match="the parts were not made from the same text; delete .*set.unfinished to begin again"):
+        run_script(monkeypatch, prepare, *second, "--part", "2/2", "--tokenizer", "byte260", "--out", "set")
+
+
 def test_more_shards_than_files_can_be_open(monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, limits[1]))
