@@ -360,7 +360,7 @@ def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dic
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
         notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "
                      f"{name}, which has {tokenizer.vocab_size:,} pieces")
-    origin = {"made_by": VERSION, "sources": [Path(source).name for source in options.sources],
+    origin = {"made_by": VERSION, "sources": parts[0]["command"]["SOURCE"],
               "split": {"by_names": parts[0]["by_names"],
                         **{name: getattr(options, name) for name in ("val_file", "val_docs", "val_fraction")}}}
     if tokenizer.file and tokenizer.file.parent != folder:
@@ -378,8 +378,8 @@ def prepare(folder: Path, options) -> str:
     files, size = measure(options)
     choose_share(options, size)
     choose_by_hash(options)
-    command = {"version": VERSION, "SOURCE": [Path(source).name for source in options.sources], "text": files,
-               "--tokenizer": Path(name).name, "--part": f"of {progress.parts}"}
+    names = [source if source.startswith(HUB) else Path(source).name for source in options.sources]
+    command = {"version": VERSION, "SOURCE": names, "text": files, "--tokenizer": Path(name).name, "--part": f"of {progress.parts}"}
     for option in ("text_key", "separator", "encoding", "max_docs", "val_file", "val_docs", "val_fraction"):
         command[f"--{option.replace('_', '-')}"] = getattr(options, option)
     progress.compare(command)

@@ -165,9 +165,11 @@ def test_the_validation_split_is_small_by_default_and_a_stream_is_read_once(tmp_
     for sample_bytes in (1 << 20, 9000):  # the vocabulary is learnt from all, or from the beginning
         monkeypatch.setattr(prepare, "SAMPLE_BYTES", sample_bytes)
         rows.clear()
-        splits = make(monkeypatch, Path(str(sample_bytes)), "hf://me/texts", tokenizer="sp275")["splits"]
+        manifest = make(monkeypatch, Path(str(sample_bytes)), "hf://me/texts", tokenizer="sp275")
+        splits = manifest["splits"]
         assert 650 < splits["val"]["bytes"] <= 700 and rows == texts
         assert splits["train"]["documents"] + splits["val"]["documents"] == len(texts)
+        assert manifest["sources"] == ["hf://me/texts"]  # not as a file, whose folder is left out
 
 
 def test_the_death_of_one_process_is_said(monkeypatch):
