@@ -9,6 +9,7 @@ If none has, folders of these names decide.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from shards import (
     SHARD_START, ShardWriter, escape_what_cannot_be_printed, finish, given_path, map_shard, split_documents, write_dataset,
 )
 from sources import PLACEHOLDER, PLACEHOLDER_ADVICE, SPLITS, words_of
-from tokenization import Tokenizer, load_tokenizer
+from tokenization import load_tokenizer
 
 
 def open_tokens(path: Path, dtype: str | None) -> np.ndarray:
@@ -75,19 +76,17 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
     return {"train": [path for path in paths if path not in val], "val": val}
 
 
-def move_bos(arrays: list[np.ndarray], bos: int) -> list[np.ndarray]:
-    """Return the arrays so that each document starts with BOS; in nanoGPT's files each ends with it."""
-    if not arrays or int(arrays[0][0]) == bos or int(arrays[-1][-1]) != bos:
-        return arrays
-    return [arrays[-1][-1:], *arrays[:-1], arrays[-1][:-1]]
-
-
-def write_split(folder: Path, part: str, arrays: list[np.ndarray], tokenizer: Tokenizer) -> dict:
-    """Write a split as shards; return it for the manifest."""
-    writer = ShardWriter(folder, part)
-    for document in split_documents(arrays, tokenizer.bos, part, sum(map(len, arrays))):
-        writer.write(document, tokenizer.count_bytes(document[document != tokenizer.bos]))
-    return writer.close()
+def read_files(paths: list[Path], dtype: str | None, bos: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of files, which are opened one after the other: there may be more than can be open at once. Each document
+    then starts with BOS; in nanoGPT's files each ends with it."""
+    if paths:
+        last = open_tokens(paths[-1], dtype)
+        is_at_end = int(open_tokens(paths[0], dtype)[0]) != bos and int(last[-1]) == bos
+        end = len(last) - is_at_end
+        yield last[end:]
+        for path in paths[:-1]:
+            yield open_tokens(path, dtype)
+        yield last[:end]
 
 
 def convert(folder: Path, options) -> str:
@@ -96,13 +95,19 @@ def convert(folder: Path, options) -> str:
     tokenizer = load_tokenizer(options.tokenizer, folder)
     splits = {}
     for part, paths in files.items():
-        arrays = [open_tokens(path, options.dtype) for path in paths]
-        for path, array in zip(paths, arrays):
+        total = 0
+        for path in paths:
+            array = open_tokens(path, options.dtype)
+            total += len(array)
             least, largest = int(array.min()), int(array.max())
             if least < 0 or largest >= tokenizer.vocab_size:
                 raise ValueError(f"{path} holds tokens {least} to {largest}, but --tokenizer {options.tokenizer!r} has "
                                  f"{tokenizer.vocab_size} tokens")
-        splits[part] = write_split(folder, part, move_bos(arrays, tokenizer.bos), tokenizer)
+        writer = ShardWriter(folder, part)
+        arrays = read_files(paths, options.dtype, tokenizer.bos)
+        for document in split_documents(arrays, tokenizer.bos, part, total):
+            writer.write(document, tokenizer.count_bytes(document[document != tokenizer.bos]))
+        splits[part] = writer.close()
     # The original text is not known: what the tokens decode to stands for it.
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
     origin = {"made_by": "data/convert.py 2", "sources": [path.name for paths in files.values() for path in paths],

@@ -1,6 +1,8 @@
 """Token files of other projects: each kind becomes shards that the trainer reads and whose bytes it can prove."""
 
 import json
+import os
+import resource
 
 import convert
 import numpy as np
@@ -49,6 +51,18 @@ def test_tokens_of_every_format_are_kept_and_documents_start_with_bos(tmp_path, 
     assert validation.bytes == val["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert train["bytes"] == 30 * val["bytes"] and val["original_per_decoded_byte"] == 1.0
     assert (train["documents"], val["documents"]) == (150, 5) and len(train["shards"]) == 5
+
+
+def test_more_files_than_can_be_open(tmp_path, monkeypatch):
+    for number in range(60):
+        write_shard(tmp_path / f"x_{'train' if number else 'val'}_{number:06d}.bin", byte_stream("text"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, limits[1]))
+    try:
+        run_script(monkeypatch, convert, tmp_path, "--tokenizer", "byte260", "--out", tmp_path / "set")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert json.loads((tmp_path / "set" / "manifest.json").read_text())["splits"]["train"]["documents"] == 59
 
 
 @pytest.mark.parametrize("train, val", [
