@@ -360,7 +360,7 @@ def hub_documents(source: str, reader) -> Iterator[tuple[object, str]]:
     try:
         stream = datasets.load_dataset(f"{owner}/{repository}", configuration or None, split=split or "train", streaming=True)
         yield from row_documents(f"{source}, row", enumerate(stream, 1), reader.options.text_key)
-    except ImportError:
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # of any of the libraries below
         raise ValueError(f"{source} cannot be read: {error!r}; run the same command again to continue") from None
@@ -556,7 +556,7 @@ class Reader:
                     for document in FORMATS.get(format_of(path), text_documents)(file, path, self):
                         yield document
                         bar.update(start + file.tell() - bar.n)
-            except ImportError:
+            except (ImportError, MemoryError):  # no fault of the file
                 raise
             except OtherContent as error:
                 yield None, f"{path} {error}"

@@ -95,6 +95,15 @@ def test_a_data_set_of_the_hub_is_a_stream(monkeypatch, read):
         read(*words)
 
 
+def test_too_little_memory_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch, read):
+    def fail(line):
+        raise MemoryError
+
+    monkeypatch.setattr(sources, "parse_line", fail)
+    with pytest.raises(SystemExit, match="^prepare.py: out of memory"):
+        read(write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), "--skip-bad")
+
+
 def test_another_encoding_can_be_named(tmp_path, read):
     text = "größer, naïve " * 40
     folder = tmp_path / "texts"
