@@ -331,7 +331,8 @@ def load_or_learn(options, progress: Progress, documents: Iterator) -> tuple[Tok
             sample = assign(Reader(options), options, "sampling")
         learnt = progress.own / "tokenizer.model"
         learn_vocabulary(options.tokenizer, sample_training_text(sample), learnt)
-        os.replace(learnt, path)
+        if not path.exists():  # another part may have been first
+            os.replace(learnt, path)
     return load_tokenizer(str(path)), documents
 
 

@@ -130,6 +130,17 @@ def test_parts_are_together_what_one_run_makes(tmp_path, monkeypatch, capsys, to
     assert joined == whole and sorted(os.listdir()) == ["a.jsonl", "set", "val.jsonl", "whole"]
 
 
+def test_the_first_vocabulary_that_a_part_has_learnt_is_that_of_all(monkeypatch):
+    """Another machine may have another version of SentencePiece."""
+    def learn_after_another_part(name, sample, path):
+        learn("sp301", sample, Path("set.unfinished/set/tokenizer.model"))
+        learn(name, sample, path)
+
+    learn = prepare.learn_vocabulary
+    monkeypatch.setattr(prepare, "learn_vocabulary", learn_after_another_part)
+    assert make(monkeypatch, Path("set"), "a.jsonl", tokenizer="sp300")["tokenizer"]["vocab_size"] == 301
+
+
 @pytest.mark.parametrize("first, second", [
     (["a.jsonl"], ["b/a.jsonl"]), (["train.jsonl", "val.jsonl"], ["train.jsonl", "val.jsonl", "--val-fraction", 0.05])])
 def test_parts_of_different_texts_or_splits_are_not_joined(tmp_path, monkeypatch, first, second):
