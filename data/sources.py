@@ -565,10 +565,10 @@ class Reader:
             bar.update(end - bar.n)
 
     def report(self) -> list[str]:
-        """Return lines on the files that were read and skipped, by reason, and on the documents that were left out."""
+        """Return lines on the files that were found and skipped, by reason, and on the documents that were left out."""
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common() if count)
         count = len(self.seen) - self.skipped["named test"]
-        lines = [f"read {count:,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
+        lines = [f"found {count:,} files; skipped {skipped or 'none'}"] if len(self.seen) > 1 or skipped else []
         if self.lacking:
             lines.append(f"the first without {self.options.text_key!r}: {self.lacking}")
         if self.bad:

@@ -34,7 +34,8 @@ class Progress:
         self.saved_at = time.monotonic()
         self.state = self.read(self.own) or {"documents": 0, "digest": "", "splits": {}, "checked": {}, "done": False}
         if self.state["documents"] and not self.state["done"]:
-            print(f"{self.own} has {self.state['documents']:,} documents: they are read again, but not encoded", file=sys.stderr)
+            print(f"{self.own} resumes after document {self.state['documents']:,}; the text up to there is only read again",
+                  file=sys.stderr)
 
     def folder_of(self, number: int) -> Path:
         return self.parent / f"part-{number}-of-{self.parts}"

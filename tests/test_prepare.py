@@ -164,7 +164,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     found = read(folder, folder / "c.md", "--val-docs", 1, "--separator", "no such text")
     assert sorted(found) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
-    assert "read 7 files; skipped 2 given twice, " in output
+    assert "found 7 files; skipped 2 given twice, " in output
     assert all(part in output for part in ("1 .png", "1 .docx (convert to plain text)", "1 .doc (convert", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links"))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))

@@ -78,7 +78,7 @@ def test_after_any_stop_the_same_command_goes_on_to_the_same_data_set(monkeypatc
     make(monkeypatch, Path("out/set"), "a.jsonl", *arguments, tokenizer=tokenizer)
     made, quiet = ({path.name: path.read_bytes() for path in Path(out, "set").iterdir()} for out in ("out", "quiet"))
     assert made == quiet and len(made) > 20 and os.listdir("out") == ["set"]
-    counts = [int(count) for count in re.findall(r"part-1-of-1 has (\d+) documents: they are read again", capfd.readouterr().err)]
+    counts = [int(count) for count in re.findall(r"part-1-of-1 resumes after document (\d+); the text", capfd.readouterr().err)]
     assert counts == sorted(counts) and 0 < counts[0] < counts[-1] < len(TEXTS)
 
 
