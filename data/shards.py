@@ -213,6 +213,9 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             os.replace(folder, out)
             held.close()
             shutil.rmtree(unfinished, ignore_errors=True)
+            if hasattr(options, "held"):  # the lock for joining; on network file systems and Windows it has kept the folder
+                options.held.close()
+                shutil.rmtree(unfinished, ignore_errors=True)
         print(summary)
         return
     except KeyboardInterrupt:

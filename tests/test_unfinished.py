@@ -154,6 +154,15 @@ def test_parts_of_different_texts_or_splits_are_not_joined(tmp_path, monkeypatch
         run_script(monkeypatch, prepare, *second, "--part", "2/2", "--tokenizer", "byte260", "--out", "set")
 
 
+def test_nothing_is_left_where_an_open_file_keeps_its_folder(monkeypatch):
+    opened, lock, rmtree = [], prepare.lock, shards.shutil.rmtree
+    monkeypatch.setattr(prepare, "lock", lambda *arguments, **options: opened.append(lock(*arguments, **options)) or opened[-1])
+    monkeypatch.setattr(shards.shutil, "rmtree",
+                        lambda path, **options: rmtree(path, **options) if all(file.closed for file in opened) else None)
+    make(monkeypatch, Path("set"), "a.jsonl")
+    assert opened and sorted(os.listdir()) == ["a.jsonl", "set"]
+
+
 def test_more_shards_than_files_can_be_open(monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, limits[1]))
