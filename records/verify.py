@@ -177,7 +177,7 @@ def check_data(seed: dict, division: str, findings: Findings):
         return
     length, found = seed["settings"]["TRAIN_SEQ_LEN"], (seed["val_tokens"], seed["val_bytes"])
     fewest, most = ((count - 1) // length * length for count in table["val_tokens"])
-    least = table["val_bytes"][0] - LONGEST_TOKEN * (table["val_tokens"][1] - fewest)
+    least = table["val_bytes"][0] - LONGEST_TOKEN * min(length, table["val_tokens"][1] - fewest)
     fits = fewest <= found[0] <= most and least <= found[1] <= table["val_bytes"][1]
     findings.check(fits, f"{found[0]} validation tokens of {found[1]} bytes are not those of the "
                    f"division {division!r} for TRAIN_SEQ_LEN={length}")
