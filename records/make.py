@@ -64,8 +64,9 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     values = {name.upper(): value for name, value in asdict(config).items()}
     chosen = sorted(given.keys() & {"SEED", "RUN_ID", "RESUME"})
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
-    gpus = common.gpu_names() or [track.get("machine", "")]  # Without nvidia-smi, the log tells.
-    verify.check_machine(track, options.ranks, options.ranks, gpus[0], problems)
+    # Some may be hidden from the run, and nvidia-smi may be missing: in the end, the log tells.
+    gpus = ", ".join(common.gpu_names()) or track.get("machine", "")
+    verify.check_machine(track, options.ranks, options.ranks, gpus, problems)
     count = 0 if config.device == "cpu" else train_gpt.torch.cuda.device_count()
     problems.check(count in (0, options.ranks), f"{count} GPUs, but --ranks is {options.ranks}; to "
                    "use fewer GPUs, set CUDA_VISIBLE_DEVICES; if they are in several machines, train "

@@ -255,6 +255,6 @@ def test_every_preset_passes_the_checks_of_its_track_except_for_missing_data(roo
     tokenizer = re.search(r"# tokenizer: (\w+)", file.read_text())[1]
     options = argparse.Namespace(base="", division=[*rules["divisions"]][0], seeds=[1, 2, 3], ranks=1, settings=[f"@{file}"])
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(make.common, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setattr(make.common, "gpu_names", lambda: ["NVIDIA T400", "NVIDIA H100 80GB HBM3"])
     with pytest.raises(ValueError, match=f"no DATA_PATH=data/datasets/fineweb10B_sp1024 .*\n    .* data/.* {tokenizer} .*\nand set DATA_PATH=.*{tokenizer}"):
         make.check_plan(options, folder, make.plan_settings(options, rules))
