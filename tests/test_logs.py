@@ -246,7 +246,9 @@ def test_a_run_is_repeated_or_continued_with_its_files_and_in_its_folder(tmp_pat
     assert first_command(tmp_path, preset) == "./run.sh --preset cpu_1mb 'DATA_PATH=my texts'"
     for files, words in (((), ""), ((own,), f"{own} "), ((more,), f"{more} "), ((preset, more), "MLP_MULT=8 MODEL_DIM=8 ")):
         assert first_command(tmp_path, *files).endswith(f" --nproc_per_node=2 train_gpt.py {words}'DATA_PATH=my texts'")
-    assert first_command(tmp_path, own, then=[saved]) == "./run.sh 'DATA_PATH=my texts' RUN_ID=a RESUME=auto"
+    resumed = {"event": "resume", "step": 4, "file": "out/checkpoints/a_00000004.pt"}  # and killed before the next checkpoint
+    for event in (saved, resumed):
+        assert first_command(tmp_path, own, then=[event]) == "./run.sh 'DATA_PATH=my texts' RUN_ID=a RESUME=auto"
     there = f" {tmp_path}/train_gpt.py {preset} 'DATA_PATH=my texts'"
     assert first_command(elsewhere, preset).endswith(there)
     assert first_command(elsewhere, preset, then=[saved]).endswith(f"{there} SEED=7 RUN_ID=a RESUME=auto")

@@ -236,9 +236,9 @@ def name_best(events: list[dict]) -> str:
 
 
 def find_checkpoint(log: Path, events: list[dict]) -> Path | None:
-    """Return the last checkpoint of a run that is still there."""
+    """Return the last checkpoint of a run that is still there: one that it saved, or from which it was resumed."""
     folder = Path(events[0]["config"].get("OUT_DIR", log.with_suffix("")), "checkpoints")
-    found = [folder / event["file"] for event in events if event["event"] == "checkpoint"]
+    found = [folder / Path(event.get("file", "")).name for event in events if event["event"] in ("checkpoint", "resume")]
     return next(filter(Path.is_file, reversed(found)), None)
 
 
