@@ -246,6 +246,15 @@ def test_a_record_from_its_runs_to_the_leaderboard(checkout):
     assert len(rows) == 2 and "_Second](" in rows[1] and "TFLOP/s |" in rows[0]
 
 
+@pytest.mark.parametrize("text", ["speeches", "plays"])
+def test_beside_other_trainers_ours_has_the_cpu_even_if_there_is_a_gpu(monkeypatch, text):
+    monkeypatch.syspath_prepend(REPOSITORY / "records" / "peers")
+    monkeypatch.chdir(REPOSITORY)
+    run = {"text": text, "dtype": "float32", "id": "ours", "folder": "x", "seed": 1, "data": "x", "seconds": 60}
+    words = importlib.import_module("compare").command_for_ours(run)
+    assert train_gpt.load_config(words[1:], {})[0].device == "cpu"
+
+
 @pytest.mark.slow
 def test_a_short_ladder(checkout, monkeypatch):
     """Three rungs of the real ladder, the last with two ranks, with a vocabulary that needs no download; and one that cannot be

@@ -132,7 +132,7 @@ def lay_out_data(run: dict):
 
 def command_for_ours(run: dict) -> list[str]:
     """Return the command that trains this repository's model: for the plays, that of run.sh."""
-    words = [f"RUN_ID={run['id']}", f"OUT_DIR={run['folder']}", f"SEED={run['seed']}",
+    words = ["DEVICE=cpu", f"RUN_ID={run['id']}", f"OUT_DIR={run['folder']}", f"SEED={run['seed']}",
              f"DATA_PATH={run['data']}/shards", f"MAX_WALLCLOCK_SECONDS={run['seconds']}"]
     if run["text"] == "plays":
         return ["tools/start.py", *words]
