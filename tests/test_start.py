@@ -196,6 +196,13 @@ def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch
     assert not calls
 
 
+def test_a_mistake_in_a_preset_is_told_to_those_who_use_it(place, monkeypatch):
+    (place / "records/presets/mine.env").write_text("# tokenizer: sp1024\nNUM_LAYERS 4\n")
+    run_script(monkeypatch, start, "--check", "--preset", "quick")
+    with pytest.raises(SystemExit, match="^run.sh: records/presets/mine.env: 'NUM_LAYERS 4' is not VARIABLE=value$"):
+        run_script(monkeypatch, start, "--check", "--preset", "mine")
+
+
 @pytest.mark.parametrize("counted", [0, 1])  # device_count asks the driver's library, however old that is
 def test_the_cpu_does_not_train_where_pytorch_cannot_use_the_gpus(place, calls, monkeypatch, counted):
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: counted)

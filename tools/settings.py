@@ -22,7 +22,7 @@ def read_settings(path: str | Path) -> tuple[dict[str, str], str]:
 
 def presets() -> list[str]:
     """Return the names of the presets that name their tokenizer: the others only add to a preset."""
-    return sorted(path.stem for path in PRESETS.glob("*.env") if read_settings(path)[1])
+    return sorted(path.stem for path in PRESETS.glob("*.env") if b"# tokenizer: " in path.read_bytes())  # even with a mistake
 
 
 def pairs_of(words: list[str]) -> dict[str, str]:
