@@ -172,6 +172,7 @@ def test_the_command_reads_its_folder_back(folders, tmp_path, monkeypatch, capsy
     run_script(monkeypatch, export_hf, artifact, tmp_path / "out")
     assert "read back by transformers, its logits differ by" in capsys.readouterr().out
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "pip install torch 'transformers>=5' safetensors\n" in card  # transformers itself does not need PyTorch
     assert "| score | not known" in card and "license:" not in card and "from_pretrained(\"out\"," in card
     with pytest.raises(SystemExit, match="is not empty"):
         run_script(monkeypatch, export_hf, artifact, tmp_path / "out")

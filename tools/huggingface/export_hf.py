@@ -44,7 +44,7 @@ A language model with {parameters:,} parameters, trained with `train_gpt.py`, wh
 
 ## Use
 
-    pip install 'transformers>=5' safetensors{package}
+    pip install torch 'transformers>=5' safetensors{package}
 
 With the path of this folder, or OWNER/NAME if it has been uploaded:
 
