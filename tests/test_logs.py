@@ -398,6 +398,15 @@ def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, m
         assert said in capsys.readouterr().out
 
 
+def test_missing_packages_are_installed_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "find_spec", lambda package: None)
+    for folder, file in ((REPOSITORY, "requirements-dev.txt"), (tmp_path, REPOSITORY / "requirements-dev.txt")):
+        monkeypatch.chdir(folder)
+        with pytest.raises(SystemExit, match="^2$"):
+            common.require_packages()
+        assert capsys.readouterr().err.endswith(f" -m pip install -r {file}\n")
+
+
 def test_a_machine_without_the_gpu_of_a_run_is_not_measured(monkeypatch):
     monkeypatch.setattr(common, "measure_tflops", lambda start: 9)
     monkeypatch.setattr(common, "gpu_names", lambda: ["NVIDIA L4"])

@@ -24,7 +24,7 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mma
 if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from events import given_settings, interpreter, read_events  # noqa: E402
+from events import given_settings, interpreter, read_events, typed  # noqa: E402
 from settings import words_of  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def require_packages() -> None:
     """Exit with status 2 and what to install if the packages that records and ablations need are missing."""
     missing = [package for package in ("scipy", "matplotlib") if not find_spec(package)]
     if missing:
-        command = f"{interpreter()} -m pip install -r requirements-dev.txt"
+        command = f"{interpreter()} -m pip install -r {typed(ROOT / 'requirements-dev.txt')}"
         print(f"{' and '.join(missing)} must be installed: {command}", file=sys.stderr)
         sys.exit(2)
 
