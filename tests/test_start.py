@@ -459,6 +459,20 @@ def test_ctrl_c_after_the_training_reaches_the_tracker(tmp_path, monkeypatch):
     tracking.send_signal.assert_called_once_with(signal.SIGINT)
 
 
+def test_a_tracker_starts_when_the_log_has_begun(tmp_path, monkeypatch):
+    """The trainer names its log before it waits for nvidia-smi, which takes seconds on some machines."""
+    monkeypatch.chdir(tmp_path)
+    log, seen = Path("logs", "x.jsonl"), []
+    log.parent.mkdir()
+    log.touch()
+    val = json.dumps({"event": "val", "step": 0, "train_time_ms": 0, "val_bpb": 1})
+    script = f"import time; print('logs/x.txt', flush=True); time.sleep(1.5); open('{log}', 'w').write('{val}\\n')"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setattr(start.subprocess, "Popen", lambda *words, **more: seen.append(log.read_text()) or Mock())
+    assert start.follow(child, "wandb").status == 0
+    assert seen == [f"{val}\n"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")
 def test_busy_cores_are_said(monkeypatch, capsys):
     times = {}

@@ -468,12 +468,12 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
             elif log is None and re.fullmatch(r"logs/.+\.txt", line):
                 log = Path(line).with_suffix(".jsonl")
                 events = log.open(encoding="utf-8", errors="replace")
-                if tracker:
-                    track = [sys.executable, "tools/track.py", tracker, log.stem]
-                    tracking = subprocess.Popen(track, stdin=subprocess.DEVNULL, process_group=0)
             elif kept := progress.hear(line):
                 view.keep(kept)
         for event in filter(None, map(parse_event, events or ())):
+            if tracker and not tracking:  # It would refuse an empty log.
+                track = [sys.executable, "tools/track.py", tracker, log.stem]
+                tracking = subprocess.Popen(track, stdin=subprocess.DEVNULL, process_group=0)
             if kept := progress.read(event, time.monotonic()):
                 view.keep(kept)
         view.show(*progress.line(time.monotonic()))
