@@ -64,8 +64,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     values = {name.upper(): value for name, value in asdict(config).items()}
     chosen = sorted(given.keys() & {"SEED", "RUN_ID", "RESUME"})
     problems.check(not chosen, f"{', '.join(chosen)} cannot be set: each seed has its own run")
-    # Some may be hidden from the run, and nvidia-smi may be missing: in the end, the log tells.
-    gpus = ", ".join(common.gpu_names()) or track.get("machine", "")
+    gpus = ", ".join(common.gpu_names()) or track.get("machine", "")  # In the end, the log tells.
     verify.check_machine(track, options.ranks, options.ranks, gpus, problems)
     count = 0 if config.device == "cpu" else train_gpt.torch.cuda.device_count()
     problems.check(count in (0, options.ranks), f"{count} GPUs, but --ranks is {options.ranks}; to "
@@ -133,7 +132,8 @@ def copy_run(folder: Path, run_id: str):
     config = read_events(text.with_suffix(".jsonl"))[0]["config"]
     script, rule, rest = text.read_text(encoding="utf-8").partition(f"\n{RULE}\n")
     log, digest = folder / f"train_seed{config['SEED']}.log", sha256(script.encode()).hexdigest()
-    log.write_text(f"train_gpt.py of SHA-256 {digest}{rule}{rest}", encoding="utf-8")
+    with log.open("x", encoding="utf-8") as file:  # A second run of this seed must not replace it.
+        file.write(f"train_gpt.py of SHA-256 {digest}{rule}{rest}")
     shutil.copy(text.with_suffix(".jsonl"), log.with_suffix(".jsonl"))
     (folder / "train_gpt.py").write_text(script, encoding="utf-8")
     artifact = ROOT / config["OUT_DIR"] / train_gpt.MODEL_FILE

@@ -187,7 +187,7 @@ def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypa
     (["DATA_PATH=/home/me/tiny"], "DATA_PATH must be relative to the repository"), (["@none.env"], "No such file .*none.env"),
     (["OVERFIT=1"], r"OVERFIT=True is not one of \[False\]"), (["NUM_LAYRS=3"], "did you mean NUM_LAYERS"),
     (["--seeds", "1,x"], "invalid literal .*'x'"), (["--seeds", "1,2,02"], "the track asks for 3 seeds; there are 2"),
-    (["--division", ""], "--track, --name and --division are needed"), (["--division", "other"], "division 'other' must be one of tiny"),
+    (["--runs", "Control_seed1,Control_seed1"], "File exists: .*train_seed1.log"), (["--division", ""], "--track, --name and --division are needed"), (["--division", "other"], "division 'other' must be one of tiny"),
     (["--name", "My MLP"], "--name 'My MLP' must be letters"), (["--track", "none"], "there is no .*none/track.json"),
     (["--name", "Control"], "_Control is there: choose another --name"), (["RESUME=auto", "SEED=5"], "RESUME, SEED cannot be set"), (["--ranks", "3"], "threads is 3, more than 2"), (["DEVICE=cuda"], "2 GPUs, but --ranks is 1; to use fewer GPUs, set CUDA_VISIBLE_DEVICES"), (["DEVICE=cuda", "--ranks", "4"], "2 GPUs, but --ranks is 4; .* in several machines, .* give --runs"), (["MAX_WALLCLOCK_SECONDS=0"], "MAX_WALLCLOCK_SECONDS=0 must be more than 0 and at most 600"),
     (["DATA_PATH=none"], r"no DATA_PATH=none with \*_val_\*\.bin.* with\n    \S*python\S* make_it.py byte260\nand set DATA_PATH=byte260 VOCAB_SIZE=260"),
