@@ -255,6 +255,15 @@ def test_beside_other_trainers_ours_has_the_cpu_even_if_there_is_a_gpu(monkeypat
     assert train_gpt.load_config(words[1:], {})[0].device == "cpu"
 
 
+def test_the_speed_of_other_trainers_is_that_of_the_steps_on_their_clock(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "records" / "peers")
+    final = {"step": 13, "tokens": 1300, "time_s": 10, "bpb": 2, "parameters": 1, "weight_bytes": 4}
+    start = {"dtype": "float32", "machine": "x", "torch": "2", "minutes": 1, "packed_bpb": {}}
+    runs = {"ours": [[start, {**final, "artifact_bpb": 2, "artifact_bytes": 1}]], "other": [[start, final]]}
+    rows = importlib.import_module("compare").tabulate(runs)
+    assert [row.split(" | ")[7] for row in rows if " float32 " in row] == ["130", "100"]
+
+
 @pytest.mark.slow
 def test_a_short_ladder(checkout, monkeypatch):
     """Three rungs of the real ladder, the last with two ranks, with a vocabulary that needs no download; and one that cannot be

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-FREE_STEPS = 3  # first steps, in which a trainer compiles: they are off its clock
 MARKS_S = [60, 120, 240, 360, 480]  # of training, when weights are saved; and at the end
 RUN = json.loads(os.environ["PEERS_RUN"])  # by compare.py: the tool's settings, seed, folders
+FREE_STEPS = RUN["free_steps"]  # first steps, in which a trainer compiles: they are off its clock
 DTYPE = getattr(torch, RUN["dtype"])  # of matrix products
 
 
