@@ -10,6 +10,8 @@ export OLDPWD  # where start.py looks for what is not here
 unset PYTHONPATH PYTHONSAFEPATH PYTHONHOME PYTHONPLATLIBDIR __PYVENV_LAUNCHER__
 unset PIP_USER PIP_TARGET PIP_PREFIX
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # for a checkpoint
+signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-$signals}  # of others, torchrun dies
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # no trial builds: 10 s at first
 # Compiled code is kept here, for each kind of CPU that shares this folder: a reboot empties /tmp.
 cpu=$({ grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m; } | cksum)

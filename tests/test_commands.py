@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import start
 import train_gpt
 from conftest import REPOSITORY, make_shards, tiny_arguments
 from prepare import learn_vocabulary
@@ -199,9 +200,11 @@ def test_run_sh_says_what_is_wrong_with_a_path_or_an_environment(checkout):
 
 def test_run_sh_sets_what_must_be_set_before_pytorch_is_loaded(checkout):
     stand_in(checkout, "python", """[[ "$*" != "tools/start.py SEED=1" ]] || env""")
-    clean = "unset TORCH_ELASTIC_SHUTDOWN_TIMEOUT;"
+    clean = "unset TORCH_ELASTIC_SHUTDOWN_TIMEOUT PET_SIGNALS_TO_HANDLE;"
     shown = shell(checkout, "-c", f"{clean} PYTHONPATH=x ./run.sh SEED=1").stdout.splitlines()
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in shown
+    handled = next(line for line in shown if line.startswith("PET_SIGNALS_TO_HANDLE=")).partition("=")[2]
+    assert {*handled.split(",")} == {number.name for number in start.SIGNALS}  # torchrun hands on what it is handed
     assert not any(line.startswith("PYTHONPATH=") for line in shown)
     given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=7"
     assert given in shell(checkout, "-c", f"{given} ./run.sh SEED=1").stdout.splitlines()

@@ -473,6 +473,14 @@ def test_a_tracker_starts_when_the_log_has_begun(tmp_path, monkeypatch):
     assert seen == [f"{val}\n"]
 
 
+def test_after_a_signal_to_torchrun_the_run_was_stopped_and_did_not_fail(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = "print('stopped: signal 10 after step:26; there is no checkpoint', flush=True); exit(1)"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    outcome = start.follow(child, "")
+    assert (outcome.status, outcome.progress.step) == (138, 26)
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")
 def test_busy_cores_are_said(monkeypatch, capsys):
     times = {}

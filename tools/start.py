@@ -313,6 +313,7 @@ class Progress:
     limit_s: float = math.inf
     iterations: int = 0
     step: int = 0
+    signal: int = 0  # that stopped the run
     time_s: float = 0.0  # of training, until `step`
     step_s: float = 0.0
     log_s: float = 0.0  # of training, between the last two logged steps
@@ -353,8 +354,8 @@ class Progress:
             self.phase = "compiling, a minute or more the first time"
         elif line.startswith("warmup_step"):
             self.phase = "warming up"
-        elif line.startswith("stopped"):
-            self.step = int(line.partition("step:")[2].partition(";")[0] or self.step)
+        elif match := re.match(r"stopped: signal (\d+) after step:(\d+)", line):
+            self.signal, self.step = map(int, match.groups())
         return line if re.match("(?i)warning|resume", line) else ""
 
     def share(self, now_s: float) -> tuple[float, float]:
@@ -488,16 +489,15 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
             tracking.wait()
     used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    is_short = used + waited < 20e9
-    return Outcome(status, log, progress, 1.0 if is_short else used / (used + waited))
+    status = 128 + progress.signal if progress.signal else status  # torchrun returns 1 then.
+    return Outcome(status, log, progress, 1.0 if used + waited < 20e9 else used / (used + waited))
 
 
 def train(start: Start, tracker: str) -> Outcome:
     """Train and show it."""
     command = [*launcher(start.ranks), SCRIPT, *start.arguments]
     print(shlex.join([interpreter(), *command[1:]]))
-    print("Bits per byte of text that it does not train on should fall.",
-          flush=True)
+    print("Bits per byte of text that it does not train on should fall.", flush=True)
     with (subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True, errors="replace",
                            process_group=0) as child,
