@@ -481,6 +481,14 @@ def test_after_a_signal_to_torchrun_the_run_was_stopped_and_did_not_fail(tmp_pat
     assert (outcome.status, outcome.progress.step) == (138, 26)
 
 
+def test_the_next_commands_are_for_the_repository_wherever_run_sh_was_called(place, monkeypatch, capsys):
+    begin("mine.jsonl", 4, "train", OUT_DIR="logs/mine", DTYPE="float32", DATA_PATH="mine")
+    for called_from, said in ((place, ""), (place / "logs", f"The next commands are for the folder {place}.\n")):
+        monkeypatch.setenv("OLDPWD", str(called_from))
+        start.conclude(start.Outcome(130, Path("logs/mine.jsonl"), start.Progress(step=4), 1.0))
+        assert capsys.readouterr().out.startswith(f"Stopped by SIGINT after 4 steps.\n{said}logs/mine.jsonl: the run has not ended")
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")
 def test_busy_cores_are_said(monkeypatch, capsys):
     times = {}

@@ -519,15 +519,15 @@ def conclude(outcome: Outcome) -> None:
         return
     summary = summarize(log)
     if outcome.status > 128:
-        name = signal.Signals(outcome.status - 128).name
-        print(f"Stopped by {name} after {progress.step:,} steps.")
+        print(f"Stopped by {signal.Signals(outcome.status - 128).name} after {progress.step:,} steps.")
     elif outcome.status:
         print(f"The run failed after {progress.step:,} steps; the error is above.")
     elif "final_model" in summary:
         print("\nA sample of what it writes:", flush=True)
         sample = [sys.executable, "tools/sample.py", log.stem, "--length", "80"]
         subprocess.run(sample, check=False)
-    print(summary)
+    is_elsewhere = Path(os.environ.get("OLDPWD", ROOT)).resolve() != ROOT
+    print(f"The next commands are for the folder {ROOT}.\n" * is_elsewhere + summary)
 
 
 def main() -> None:
