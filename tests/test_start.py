@@ -127,6 +127,7 @@ def test_a_script_that_fails_ends_the_start_with_its_status(place, capfd):
 @pytest.mark.parametrize("gpus, words, wanted, ranks", [
     (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
     (2, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),  # one GPU is enough
+    (3, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
     (3, ["INIT_FROM=mine"], "", 2),  # which can share a batch
     (0, ["TRAIN_BATCH_TOKENS=2048"], "DROPOUT=0.3 ITERATIONS=69 VAL_LOSS_EVERY=7 @records/presets/quick.env", 1),
     (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=1 @records/presets/quick.env", 1)])
@@ -142,6 +143,7 @@ def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, cap
         found = start.plan(["DATA_PATH=tiny"], "")
         assert without_name(found.arguments) == [*wanted.split(), "DATA_PATH=tiny"] and found.ranks == ranks
     assert ("14,000 tokens, few for this model" in said) == bool(wanted)
+    assert ("Of 3 GPUs, at most 2 train" in said) == (gpus == 3)  # also where one is enough
     assert ("at most 9 steps, which read it 2.6 times" in said) == ("ITERATIONS=9" in words)
     for tokens in (2_000_000, 0, None, "14000 "):  # enough, only a validation split, or it does not say
         write_manifest(Path("tiny"), tokens)

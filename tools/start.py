@@ -79,7 +79,7 @@ def count_gpus(device: str) -> int:
                          "into .venv (see pytorch.org), or set DEVICE=cpu")
     shared = 2 ** (count.bit_length() - 1) if count else 0
     if shared < count:
-        print(f"{shared} of {count} GPUs train: batches are shared by 1, 2, 4 or 8.")
+        print(f"Of {count} GPUs, at most {shared} train: batches are shared by 1, 2, 4 or 8.")
     return shared
 
 
