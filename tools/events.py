@@ -193,8 +193,7 @@ def read_history(path: Path, is_outline: bool = False) -> list[dict]:
 
 def warn_of_overfitting(events: list[dict]) -> str:
     """Return a line that begins with a line end if the text was read many times and validation rose or stopped falling, or
-    is far above training, else "". The last validation is that of the average, if there is one. The rounded artifact is not
-    compared: its score is always a little higher."""
+    is far above training, else "". The rounded artifact is not compared: its score is always a little higher."""
     train = next((event for event in reversed(events) if event["event"] == "train"), None)
     scores = [event for event in events if event["event"] == "val" and event["val_loss"] is not None]
     learns_one_batch = events[0].get("config", {}).get("OVERFIT")  # on purpose
