@@ -489,7 +489,8 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
             tracking.wait()
     used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    status = 128 + progress.signal if progress.signal else status  # torchrun returns 1 then.
+    if status and progress.signal:  # torchrun returns 1 then.
+        status = 128 + progress.signal
     return Outcome(status, log, progress, 1.0 if used + waited < 20e9 else used / (used + waited))
 
 
