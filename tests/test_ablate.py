@@ -114,7 +114,7 @@ def test_the_corrected_effect_is_not_flattered():
             if is_better.any():
                 effect = effects.limits_of(row[:is_better.argmax() + 1].tolist())
                 seen.append(-effect.mean)
-                corrected.append(-effects.correct_for_selection(effect, 12))
+                corrected.append(-effects.correct_for_selection(effect))
         assert np.mean(seen) > gain + naive_excess - 0.02
         assert abs(np.mean(corrected) - gain) < excess
 
@@ -182,9 +182,9 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     _, *other = judged_arms(tmp_path, [0.01, 0.013], "undecided", "text", MLP_SLOPE=0.5, data="b")  # of another text
     _, *worse = judged_arms(tmp_path, [0.01, 0.012, 0.009], "no gain", "worse", MLP_SLOPE=0.1)
     for arm in (*first, *other, *worse):
-        ablate.note_tried(base, arm, 12)
+        ablate.note_tried(base, arm)
     _, *later = judged_arms(tmp_path, [-0.01, -0.011, -0.0104, -0.0098], "better", MLP_SLOPE=0.5)
-    ablate.note_tried(base, later[0], 12)  # the same idea with more seeds
+    ablate.note_tried(base, later[0])  # the same idea with more seeds
     monkeypatch.setattr(sys, "argv", ["ablate.py", "tried"])
     assert ablate.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -193,7 +193,7 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     assert re.match(r"\| `MLP_SLOPE=0.5` \| 100 steps \| better \| −0.0103 \(−.* to −.*\) \| 4 \| 0.0005 \| idea \| base \| sotu \|$", lines[6])
     assert [facts["data"] for facts in ablate.read_tried()].count(base.content["data"]) == 2
     later[0].verdict = "invalid"
-    ablate.note_tried(base, later[0], 12)
+    ablate.note_tried(base, later[0])
     assert [facts["name"] for facts in ablate.read_tried()] == ["text", "worse"]
 
 

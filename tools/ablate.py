@@ -389,7 +389,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
             if not arm.verdict and (verdict != "undecided" or count == options.most_seeds):
                 arm.verdict = verdict
         for arm in rest:
-            note_tried(first, arm, options.most_seeds)
+            note_tried(first, arm)
         more = max(1, options.jobs // (1 + len(undecided)))
         count = min(options.most_seeds, count + more)
 
@@ -397,8 +397,8 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
 # ---- The answer ------------------------------------------------------------------------
 
 
-def facts_of(first: Arm, arm: Arm, most: int) -> dict:
-    """Return what is known of an arm with at most this many pairs, for --json and `tried`."""
+def facts_of(first: Arm, arm: Arm) -> dict:
+    """Return what is known of an arm, for --json and `tried`."""
     facts = {"name": arm.name, "verdict": arm.verdict or "undecided", "reason": arm.reason}
     if arm.verdict in ("invalid", "failed"):
         return facts
@@ -410,7 +410,7 @@ def facts_of(first: Arm, arm: Arm, most: int) -> dict:
               "effect": effect.mean, "low": effect.low, "high": effect.high, "p": effect.p,
               "pairs": effect.pairs, "spread": effect.spread}
     if arm.verdict == "better":
-        facts["effect_corrected"] = correct_for_selection(effect, most)
+        facts["effect_corrected"] = correct_for_selection(effect)
     return {**facts, "logs": [[str(run.log) for run in pair] for pair in pairs],
             "unchecked": sum(run.checked is None for pair in pairs for run in pair),
             "step_ratios": [second.step_ms / run.step_ms for run, second in pairs],
@@ -441,11 +441,11 @@ def sentence(facts: dict, diff: float) -> str:
     return begin + text
 
 
-def note_tried(first: Arm, arm: Arm, most: int) -> None:
+def note_tried(first: Arm, arm: Arm) -> None:
     """Keep what is known of an arm in the ledger, or take it back if it is invalid or failed."""
     file = LOGS / "tried" / f"{first.tag()}_{arm.tag()}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(first, arm, most)
+    facts = facts_of(first, arm)
     if "effect" in facts:
         write_whole(file, json.dumps(facts))
     else:
@@ -482,7 +482,7 @@ def list_tried() -> list[str]:
 
 def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
     """Print the verdicts on the arms, which were compared with the first."""
-    rows = [facts_of(first, arm, options.most_seeds) for arm in arms]
+    rows = [facts_of(first, arm) for arm in arms]
     if options.json:
         print("\n".join(map(json.dumps, rows)))
         return
