@@ -169,27 +169,19 @@ def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def score_windows(model, tokens: np.ndarray, config, stride: int, device) -> torch.Tensor:
+def score_windows(model, tokens: torch.Tensor, config, stride: int) -> torch.Tensor:
     """Return the nats of each window of a row's length, float64 (N,). Windows move by `stride`: by a
     row's length, they are rows. Each token after the first is scored once, in its first window."""
     length, batch, last = config.train_seq_len, rows_at_once(config), len(tokens) - 1
-    windows = 1 + math.ceil((last - length) / stride)
-    stops = np.minimum(length + stride * np.arange(windows), last)
-    starts = np.concatenate(([0], stops[:-1]))  # of what a window scores
-    nats, tokens = [], tokens.astype(np.int64)
-    for first in range(0, windows, batch):
-        places = stops[first:first + batch, None] - length + np.arange(length)
-        is_scored = places >= starts[first:first + batch, None]
-        targets = np.where(is_scored, tokens[places + 1], -100)  # which has no cross entropy
-        logits = logits_of(model, torch.from_numpy(tokens[places]).to(device))
-        nats.append(nats_of(logits, torch.from_numpy(targets).to(device)))
+    windows, device = 1 + math.ceil((last - length) / stride), tokens.device
+    stops = (length + stride * torch.arange(windows, device=device)).clamp(max=last)
+    starts = F.pad(stops[:-1], (1, 0))  # of what a window scores
+    nats = []
+    for start, stop in zip(starts.split(batch), stops.split(batch)):
+        places = stop[:, None] - length + torch.arange(length, device=device)
+        targets = tokens[places + 1].where(places >= start[:, None], -100)  # has no cross entropy
+        nats.append(nats_of(logits_of(model, tokens[places]), targets))
     return torch.cat(nats)
-
-
-def rows_of(tokens: np.ndarray, length: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and targets (B, T), int64, of B * T + 1 tokens."""
-    tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    return tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
 
 
 def rows_at_once(config) -> int:
@@ -269,14 +261,26 @@ def in_float32(model):
     return exact
 
 
-def seeded(train_gpt) -> np.random.Generator:
-    """Return a generator that every edit of the script makes another one."""
-    return np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
+def examine(train_gpt, own, config, tokens: np.ndarray, stride: int) -> tuple[torch.Tensor, str]:
+    """Return the nats of each window of tokens (N + 1,), and why the model must not be scored, or "".
+    In every row, one more cut is tried. After any edit of the script, the draws are others."""
+    random = np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
+    exact, length, batch = in_float32(own), config.train_seq_len, rows_at_once(config)
+    tokens = torch.from_numpy(tokens.astype(np.int64)).to(next(own.parameters()).device)
+    inputs, targets = tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
+    with files_noted() as files:
+        reasons = [find_fault(exact, own, inputs[:batch], targets[:batch], random)]
+        nats = score_windows(exact.eval(), tokens, config, stride)
+        for rows in inputs.split(batch):
+            cuts = random.integers(1, max(2, length), len(rows))
+            reasons.append(find_leak(own, rows, cuts, random))
+    reasons += [f"it reads {file} while it is scored" for file in files]
+    return nats, next(filter(None, reasons), "")
 
 
 def score(train_gpt, settings: list[str]) -> dict:
     """Return "nats", the loss of the artifact INIT_FROM on each row of tokens.npy, and the "reason"
-    for which it is invalid, or "". In every row, one more cut is tried."""
+    for which it is invalid, or ""."""
     config, _ = train_gpt.load_config(settings, {})
     device = "cpu"
     if config.device != "cpu" and torch.cuda.is_available():
@@ -285,18 +289,9 @@ def score(train_gpt, settings: list[str]) -> dict:
     train_gpt.load_weights(own, config.init_from)
     own.to(device)
     own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
-    model, random = in_float32(own), seeded(train_gpt)
-    length, batch = config.train_seq_len, rows_at_once(config)
-    tokens, device = np.load("tokens.npy"), next(own.parameters()).device
-    inputs, targets = rows_of(tokens, length, device)
-    with files_noted() as files:
-        reasons = [find_fault(model, own, inputs[:batch], targets[:batch], random)]
-        nats = score_windows(model.eval(), tokens, config, config.eval_stride or length, device)
-        for rows in inputs.split(batch):
-            cuts = random.integers(1, max(2, length), len(rows))
-            reasons.append(find_leak(own, rows, cuts, random))
-    reasons += [f"it reads {file} while it is scored" for file in files]
-    return {"nats": nats.tolist(), "reason": next(filter(None, reasons), "")}
+    stride = config.eval_stride or config.train_seq_len
+    nats, reason = examine(train_gpt, own, config, np.load("tokens.npy"), stride)
+    return {"nats": nats.tolist(), "reason": reason}
 
 
 # ---- Before training ---------------------------------------------------------------------------
@@ -313,18 +308,14 @@ def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]
     with torch.no_grad():
         for weight in own.parameters():  # matrices of zeros would hide what they multiply
             weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5
-    model, random, batch = in_float32(own), seeded(train_gpt), rows_at_once(config)
-    inputs, targets = rows_of(text[0], config.train_seq_len, ranks.device)
-    with files_noted() as files:
-        reason = find_fault(model, own, inputs[:batch], targets[:batch], random)
-        nats = score_windows(model.eval(), text[0], config, config.train_seq_len, ranks.device)
-    if files or reason:
-        return f"it reads {files[0]} while it is scored" if files else reason
+    nats, reason = examine(train_gpt, own, config, text[0], config.train_seq_len)
+    if reason:
+        return reason
     part = copy.copy(validation)
-    part.config = replace(config, seed=int(random.integers(2**31)))
-    part.tokens, part.bytes, part.num_targets = *text, targets.numel()
-    found, nats = part.score(model.train()), nats.sum().item()
-    loss, bpb = nats / targets.numel(), nats / math.log(2) / text[1]
+    part.config = replace(config, seed=secrets.randbelow(2**31))
+    part.tokens, part.bytes, part.num_targets = *text, len(text[0]) - 1
+    found, total = part.score(in_float32(own)), nats.sum().item()
+    loss, bpb = total / (len(text[0]) - 1), total / math.log(2) / text[1]
     if not max(abs(found["val_loss"] - loss), abs(found["val_bpb"] - bpb)) <= APART:
         return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits "
                 f"per byte; by its logits, they are {loss:.4f} and {bpb:.4f}")
@@ -342,16 +333,15 @@ def plan(train_gpt, settings: list[str]) -> dict:
             ranks = replace(ranks, device=torch.device("cpu"))
         validation = train_gpt.Validation(config, ranks)
         values = {name.upper(): value for name, value in asdict(config).items()}
-        tokens, size = read_text(values, Path())
+        _, size = read_text(values, Path())
         text = read_text(values, Path(), int(2.5 * rows_at_once(config)))
     except (ValueError, OSError) as error:
         return {"error": str(error)}
-    counted = validation.bytes
     reason = find_fault_before(train_gpt, validation, ranks, text)
-    if counted != size:
-        reason = f"it counts {counted:,} bytes of validation text, which has {size:,}"
+    if validation.bytes != size:
+        reason = f"it counts {validation.bytes:,} bytes of validation text, which has {size:,}"
     gpu = torch.cuda.get_device_name() if config.device == "cuda" else ""
-    return {"config": values, "data_sha256": validation.data_sha256, "val_bytes": counted,
+    return {"config": values, "data_sha256": validation.data_sha256, "val_bytes": validation.bytes,
             "val_tokens": len(validation.tokens) - 1, "torch": torch.__version__, "world_size": 1,
             "threads": torch.get_num_threads(), "gpu": gpu, "reason": reason}
 
