@@ -13,7 +13,6 @@ of a log, a script that recognises this file, and scores that are false by less 
 byte.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -346,18 +345,8 @@ def plan(train_gpt, settings: list[str]) -> dict:
             "threads": torch.get_num_threads(), "gpu": gpu, "reason": reason}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("command", choices=("score", "plan"))
-    parser.add_argument("settings", nargs="*", metavar="VARIABLE=value")
-    options = parser.parse_args()
-    answer_to = os.environ.pop("PROBE", "")
-    train_gpt = load_script(options.script)
-    find = {"plan": plan, "score": score}[options.command]
-    print(json.dumps({**find(train_gpt, options.settings), "to": answer_to}))
-
-
 if __name__ == "__main__":
-    main()
+    _, script, command, *words = sys.argv
+    answer_to = os.environ.pop("PROBE", "")
+    answer = {"plan": plan, "score": score}[command](load_script(script), words)
+    print(json.dumps({**answer, "to": answer_to}))
