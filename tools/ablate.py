@@ -43,6 +43,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -157,9 +158,7 @@ def read_arms(options, folder: Path) -> list[Arm]:
 
 def describe_end(status: int, errors: str) -> str:
     """Return why a process ended, by its exit status and stderr: its signal, or the last line of
-    what it wrote, and the line of the script that a traceback names; "" without an error."""
-    if not status:
-        return ""
+    what it wrote, and the line of the script that a traceback names."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     lines = re.findall(r'train_gpt.py", (line \d+)', errors)[-1:]
@@ -239,24 +238,26 @@ class Runner:
         place, size, quiet_s = self.places.get(), 0, 0.0
         look_s = min(5, self.patience or 1)  # 0 would not wait
         try:
-            process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place},
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                       text=True, errors="replace", pass_fds=inherited)
-            self.processes.append(process)
-            if self.is_stopping:
-                process.terminate()
-            while True:
-                try:
-                    _, errors = process.communicate(timeout=look_s)
-                    return describe_end(process.returncode, errors)
-                except subprocess.TimeoutExpired:
+            # A pipe would stay open as long as any process that the run has left.
+            with tempfile.TemporaryFile("w+", errors="replace") as errors:
+                process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place},
+                                           stdout=subprocess.DEVNULL, stderr=errors,
+                                           pass_fds=inherited)
+                self.processes.append(process)
+                if self.is_stopping:
+                    process.terminate()
+                while process.poll() is None and quiet_s <= self.patience:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(look_s)
                     before, size = size, log.stat().st_size if log.exists() else 0
                     quiet_s = quiet_s + look_s if size == before else 0.0  # a clock counts sleep
-                    if quiet_s > self.patience:
-                        process.kill()
-                        process.communicate()
-                        return (f"it hung: its log has not grown for {self.patience / 60:.3g} "
-                                "minutes (--patience)")
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                    return (f"it hung: its log has not grown for {self.patience / 60:.3g} "
+                            "minutes (--patience)")
+                errors.seek(0)
+                return describe_end(process.returncode, errors.read()) if process.returncode else ""
         finally:
             self.places.put(place)
 
