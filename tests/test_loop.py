@@ -296,7 +296,8 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    logs = {log: log.stat().st_mtime for log in (root / "logs").glob("*.jsonl") if '"final"' in log.read_text()}
+    ended = [log.with_suffix(".txt") for log in (root / "logs").glob("*.jsonl") if '"final"' in log.read_text()]
+    logs = {log: log.stat().st_mtime for log in ended}
     process = start()
     output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, output + errors

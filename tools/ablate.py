@@ -54,7 +54,7 @@ from common import (
 )
 from effects import (
     ERROR, MOST_PAIRS, Effect, Run, content_of, correct_for_selection, differences_of, judge_all,
-    limits_of, note_check, pairs_of_seeds, read_run, read_runs,
+    limits_of, pairs_of_seeds, read_run, read_runs,
 )
 from events import MODEL_FILE, check_logs, limited, prepare_output, read_events
 from settings import pairs_of, read_settings
@@ -264,7 +264,7 @@ class Runner:
     def minutes_for(self, count: int, arms: list[Arm]) -> str:
         """Return how long this many runs will take, if runs of this command or of the arms tell."""
         runs = [run for arm in arms for run in arm.runs]
-        known = self.took or [run.log.stat().st_mtime - run.began for run in runs]
+        known = self.took or [run.seconds for run in runs]
         if not known:
             compiles = any(arm.plan["config"].get("COMPILE", "0") != "0" for arm in arms)
             hint = ". Each compiles first: for a trial of a minute, add COMPILE=0"
@@ -327,14 +327,14 @@ def check_scores(arm: Arm, say) -> None:
         config = read_events(run.log)[0]["config"]
         try:
             text = read_text(arm.plan["config"])  # The run's data may have been moved.
-            _, reason = check_artifact(arm.script, model_of(run), config, text, run.bpb)
+            _, run.checked = check_artifact(arm.script, model_of(run), config, text, run.bpb)
         except ValueError as error:  # perhaps for lack of memory: not for the log
             arm.verdict, arm.reason = "invalid", str(error)
             return
-        run.checked = reason
-        note_check(run.log, reason)
-        if reason:
-            arm.verdict, arm.reason = "invalid", reason
+        with run.log.open("a", encoding="utf-8") as file:
+            print(json.dumps({"event": "checked", "reason": run.checked}), file=file)
+        if run.checked:
+            arm.verdict, arm.reason = "invalid", run.checked
 
 
 def missing_runs(arms: list[Arm], seeds) -> list[tuple[Arm, int]]:

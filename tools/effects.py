@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import statistics
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ class Run:
     bpb: float  # of the compressed model
     artifact_bytes: int  # with the script
     step_ms: float
+    seconds: float  # that it took
     began: float  # in seconds, as the time of a file
     checked: str | None = None  # why its score is wrong, "" if it is right, None if not yet checked
 
@@ -71,24 +71,17 @@ def read_run(log: Path) -> Run | None:
         is_whole = "final" in latest and "resume" not in latest
         if not is_whole or latest["final"]["val_bpb"] is None:
             return None
-        source = log.with_suffix(".txt").read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
+        text = log.with_suffix(".txt")  # to which no check adds a line
+        source = text.read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
         start, final, export = events[0], latest["final"], latest["export"]
         cpu = re.match(".*_on_([0-9a-f]{6})_", log.stem)  # by `Arm.tag`
         content = content_of(start, source, cpu[1] if cpu else "")
         return Run(log, content, start["config"]["SEED"], final["val_bpb"],
                    export["artifact_bytes"] + export["code_bytes"], latest["val"]["step_avg_ms"],
-                   log.stat().st_mtime - final["elapsed_s"],
+                   final["elapsed_s"], text.stat().st_mtime - final["elapsed_s"],
                    latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None  # It is no log of this trainer.
-
-
-def note_check(log: Path, reason: str) -> None:
-    """Add to a log what a check of its score found. The file's time, which dates the run, stays."""
-    before = log.stat()
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"event": "checked", "reason": reason}) + "\n")
-    os.utime(log, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def read_runs(folder: Path) -> list[Run]:
