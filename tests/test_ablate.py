@@ -197,16 +197,15 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     assert [facts["name"] for facts in ablate.read_tried()] == ["text", "worse"]
 
 
-def test_the_time_that_runs_will_take_is_known_from_others(tmp_path):
+def test_the_time_that_runs_will_take_is_known_from_others(tmp_path, monkeypatch):
     write_log(tmp_path, "first", 1, 1.5)  # for 9 s
-    runner, arm = ablate.Runner(2, print), ablate.Arm("mine", tmp_path, {}, plan={"config": {"COMPILE": "0"}})
-    assert runner.minutes_for(1, [arm]).endswith("the first ones will tell how long they take")
-    compiled = ablate.Arm("compiled", tmp_path, {}, plan={"config": {"COMPILE": "1"}})
-    assert runner.minutes_for(1, [arm, compiled]).endswith("Each compiles first: for a trial of a minute, add COMPILE=0")
-    arm.runs = effects.read_runs(tmp_path)
-    assert runner.minutes_for(3, [arm]) == ", about 0.3 min"  # two after one another
-    runner.took = [60.0]  # of this command
-    assert runner.minutes_for(1, [arm]) == ", about 1.0 min"
+    runs, said = effects.read_runs(tmp_path), []
+    plan = {"config": {"DATA_PATH": "data/sotu", "INIT_FROM": ""}}
+    arm, runner = ablate.Arm("mine", tmp_path, {}, plan=plan, content=runs[0].content), ablate.Runner(2, said.append)
+    monkeypatch.setattr(runner, "train", lambda trial: None)
+    for runner.runs in ([], runs):
+        ablate.train_all([arm], range(1, 5), runner)
+    assert said == ["4 runs, for seeds up to 4", "3 runs, for seeds up to 4, about 0.3 min"]  # two after one another
 
 
 @pytest.mark.parametrize("changed", ["data/x_train_0.bin", "model.ptz"])
@@ -232,7 +231,7 @@ def test_scores_that_are_those_of_the_first_are_doubted():
 
 @pytest.mark.parametrize("second, checked", [(0.0, ["base0", "base1"]), (0.01, ["base0", "base1", "idea0", "idea1"])])
 def test_equal_scores_are_doubted_before_the_slow_check(second, checked, tmp_path, monkeypatch):
-    """At the first pair; what has other scores in the second pair is checked, too."""
+    """What has other scores in the second pair is checked, too."""
     arms, said = judged_arms(tmp_path, [0.0, second], "", MLP_SLOPE=0.5), []
     runner = ablate.Runner(1, said.append)
     for arm in arms:
@@ -245,10 +244,9 @@ def test_equal_scores_are_doubted_before_the_slow_check(second, checked, tmp_pat
     monkeypatch.setattr(ablate, "LOGS", tmp_path)
     monkeypatch.setattr(probe, "read_text", lambda config: "")
     monkeypatch.setattr(probe, "check_artifact", lambda *arguments: (1.5, ""))
-    ablate.take_runs(arms, argparse.Namespace(runs=runner.runs[::2], say=said.append))
-    assert said == ["idea: its scores are those of base: is it switched on?"]
     ablate.train_until_clear(arms, runner, argparse.Namespace(most_seeds=2, diff=0.002, jobs=1))
-    assert said[2:] == [f"checking the model of {name}: up to a minute" for name in checked]
+    doubts = [] if second else ["idea: its scores are those of base: is it switched on?"]
+    assert said[1:] == [f"checking the model of {name}: up to a minute" for name in checked] + doubts
     assert arms[1].verdict == ("undecided" if second else "no gain")
 
 
@@ -316,7 +314,7 @@ def test_variations_must_differ_and_share_their_text(sizes, is_other, tmp_path):
 
 def test_the_order_of_a_pair_alternates(tmp_path):
     arms = [ablate.Arm(name, tmp_path, {}, content={"name": name}) for name in "ab"]
-    assert [arm.name for arm, _ in ablate.missing_runs(arms, range(4))] == [*"abbaabba"]
+    assert [arm.name for arm, _ in ablate.missing_runs(arms, range(4), [])] == [*"abbaabba"]
 
 
 def test_no_run_is_trained_twice(tmp_path, monkeypatch):
@@ -495,7 +493,7 @@ def test_a_false_score_is_known_from_the_log(false, tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "LOGS", tmp_path)
     ablate.train_until_clear(arms, runner, argparse.Namespace(most_seeds=2, diff=0.002, jobs=1))
     reason = {"base": "base, the first one: its log says 1.0", "idea": "its log says 1.0"}[false]
-    assert not runner.took and (arms[1].verdict, arms[1].reason) == ("invalid", reason)
+    assert not runner.processes and (arms[1].verdict, arms[1].reason) == ("invalid", reason)
 
 
 def test_a_command_ends_if_its_first_variation_is_invalid(monkeypatch):

@@ -80,7 +80,6 @@ class Arm:
     reason: str = ""
     runs: list = field(default_factory=list)  # one of each seed
     effect: Effect | None = None  # by which it was judged
-    is_unchanged: bool = False  # All its scores are those of the first one.
 
     def has(self, run: Run | None, seed: int) -> bool:
         """Whether a run is of this arm with this seed. It must be younger than what it read: files
@@ -98,14 +97,6 @@ class Arm:
         name."""
         digest = sha256(repr(sorted(self.content.items())).encode()).hexdigest()[:6]
         return f"{digest}_on_{self.content['cpu']}" if self.content.get("cpu") else digest
-
-    def add(self, runs: list[Run]) -> None:
-        """Take the runs that are of this arm."""
-        for run in runs:
-            if run.seed not in {known.seed for known in self.runs} and self.has(run, run.seed):
-                self.runs.append(run)
-                if run.checked:
-                    self.verdict, self.reason = "invalid", run.checked
 
 
 # ---- The command -----------------------------------------------------------------------
@@ -221,7 +212,6 @@ class Runner:
     def __init__(self, jobs: int, say, patience: float = math.inf):
         self.jobs, self.say, self.patience = jobs, say, patience
         self.runs, self.processes, self.is_stopping = [], [], False
-        self.took = []  # seconds of each run
         self.pool, self.places = ThreadPoolExecutor(jobs), queue.Queue()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = map(str, range(len(gpu_names()))) if visible is None else visible.split(",")
@@ -261,17 +251,6 @@ class Runner:
         finally:
             self.places.put(place)
 
-    def minutes_for(self, count: int, arms: list[Arm]) -> str:
-        """Return how long this many runs will take, if runs of this command or of the arms tell."""
-        runs = [run for arm in arms for run in arm.runs]
-        known = self.took or [run.seconds for run in runs]
-        if not known:
-            compiles = any(arm.plan["config"].get("COMPILE", "0") != "0" for arm in arms)
-            hint = ". Each compiles first: for a trial of a minute, add COMPILE=0"
-            return f"; the first ones will tell how long they take{hint if compiles else ''}"
-        seconds = math.ceil(count / self.jobs) * statistics.median(known)
-        return f", about {seconds / 60:.1f} min"
-
     def train(self, trial: tuple[Arm, int]) -> None:
         """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm. If
         another command trains it, or a run that such a command has left, wait for that one."""
@@ -281,7 +260,7 @@ class Runner:
         words = [f"{key}={value}" for key, value in arm.settings.items()]
         command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}",
                    f"OUT_DIR=logs/{name}"]
-        log, started, error = LOGS / f"{name}.jsonl", time.monotonic(), ""
+        log, error = LOGS / f"{name}.jsonl", ""
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
             if not can_lock(lock):
@@ -291,14 +270,12 @@ class Runner:
             run = read_run(log)
             if not (self.is_stopping or arm.verdict or arm.has(run, seed)):
                 error = self.start(command, lock, log)
-                self.took.append(time.monotonic() - started)
                 if error:  # no run is resumed
                     shutil.rmtree(LOGS / name / "checkpoints", ignore_errors=True)
                 run = read_run(log)
         if arm.has(run, seed):
             self.runs.append(run)
-            minutes = (time.monotonic() - started) / 60
-            self.say(f"{name}: {run.bpb:.4f} bits per byte, {minutes:.1f} min")
+            self.say(f"{name}: {run.bpb:.4f} bits per byte, {run.seconds / 60:.1f} min")
         elif not arm.verdict:
             reason = error or "its log is not of the run that was planned"
             arm.verdict, arm.reason = "failed", f"{name}: {reason}"
@@ -321,53 +298,46 @@ def check_scores(arm: Arm, say) -> None:
     see everything. Runs without an artifact stay unchecked."""
     from probe import check_artifact, read_text
     for run in arm.runs:
-        if arm.verdict or run.checked is not None or not model_of(run).exists():
-            continue
-        say(f"checking the model of {run.log.stem}: up to a minute")
-        config = read_events(run.log)[0]["config"]
-        try:
-            text = read_text(arm.plan["config"])  # The run's data may have been moved.
-            _, run.checked = check_artifact(arm.script, model_of(run), config, text, run.bpb)
-        except ValueError as error:  # perhaps for lack of memory: not for the log
-            arm.verdict, arm.reason = "invalid", str(error)
-            return
-        with run.log.open("a", encoding="utf-8") as file:
-            print(json.dumps({"event": "checked", "reason": run.checked}), file=file)
+        if run.checked is None and not arm.verdict and model_of(run).exists():
+            say(f"checking the model of {run.log.stem}: up to a minute")
+            config = read_events(run.log)[0]["config"]
+            try:
+                text = read_text(arm.plan["config"])  # The run's data may have been moved.
+                _, run.checked = check_artifact(arm.script, model_of(run), config, text, run.bpb)
+            except ValueError as error:  # perhaps for lack of memory: not for the log
+                arm.verdict, arm.reason = "invalid", str(error)
+                return
+            with run.log.open("a", encoding="utf-8") as file:
+                print(json.dumps({"event": "checked", "reason": run.checked}), file=file)
         if run.checked:
             arm.verdict, arm.reason = "invalid", run.checked
 
 
-def missing_runs(arms: list[Arm], seeds) -> list[tuple[Arm, int]]:
+def missing_runs(arms: list[Arm], seeds, runs: list[Run]) -> list[tuple[Arm, int]]:
     """Return the arms with the seeds that they have no run of. From seed to seed, the arms change
     their order, so that a machine that slows down treats them alike."""
     trials = []
-    for place, seed in enumerate(sorted(seeds)):
+    for place, seed in enumerate(seeds):
         in_order = arms[::-1] if place % 2 else arms
-        trials += [(arm, seed) for arm in in_order if seed not in {run.seed for run in arm.runs}]
+        trials += [(arm, seed) for arm in in_order if not any(arm.has(run, seed) for run in runs)]
     return trials
 
 
-def take_runs(arms: list[Arm], runner: Runner) -> None:
-    """Give each arm its runs, and say if its scores turn out to be those of the first one."""
-    for arm in arms:
-        arm.add(runner.runs)
-        differences = differences_of(pairs_of_seeds(arms[0].runs, arm.runs))
-        is_unchanged = arm is not arms[0] and set(differences) == {0.0}
-        if is_unchanged and not arm.is_unchanged:
-            runner.say(f"{arm.name}: its scores are those of {arms[0].name}: is it switched on?")
-        arm.is_unchanged = is_unchanged
-
-
 def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
-    """Train what is missing of the arms with these seeds, and score again what is not unchanged."""
-    take_runs(arms, runner)
-    trials = missing_runs(arms, seeds)
-    minutes = runner.minutes_for(len(trials), arms)
+    """Train what is missing of the arms with these seeds. Give each arm all its runs, one of a seed,
+    and score them again, unless its scores are those of the first one."""
+    trials = missing_runs(arms, seeds, runner.runs)
+    known = [run.seconds for run in runner.runs if any(run.content == arm.content for arm in arms)]
+    rounds = math.ceil(len(trials) / runner.jobs)
+    minutes = f", about {rounds * statistics.median(known) / 60:.1f} min" if known else ""
     runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{minutes}")
-    for _ in runner.pool.map(runner.train, trials):
-        take_runs(arms, runner)
+    list(runner.pool.map(runner.train, trials))
     for arm in arms:
-        if not arm.is_unchanged:
+        arm.runs = [*{run.seed: run for run in runner.runs if arm.has(run, run.seed)}.values()]
+        differences = differences_of(pairs_of_seeds(arms[0].runs, arm.runs))
+        if arm is not arms[0] and set(differences) == {0.0}:
+            runner.say(f"{arm.name}: its scores are those of {arms[0].name}: is it switched on?")
+        else:
             check_scores(arm, runner.say)
 
 
@@ -481,7 +451,7 @@ def list_tried() -> list[str]:
     return [f"{about}The first six cells are for records/ablations.md.\n", *table(HEADER, rows)]
 
 
-def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
+def report(first: Arm, arms: list[Arm], options) -> None:
     """Print the verdicts on the arms, which were compared with the first."""
     rows = [facts_of(first, arm) for arm in arms]
     if options.json:
@@ -490,7 +460,8 @@ def report(first: Arm, arms: list[Arm], runner: Runner, options) -> None:
     print("\n".join(sentence(facts, options.diff) for facts in rows))
     tried = [facts for facts in read_tried() if facts["data"] == first.content["data"]]
     print(f"against {first.name}; ideas tried on this text: {len(tried)}; {count_better(tried)}")
-    print(f"{len(runner.took)} runs took {sum(runner.took) / 60:.1f} min one by one")
+    took = [run.seconds for arm in (first, *arms) for run in arm.runs]
+    print(f"{len(took)} runs took {sum(took) / 60:.1f} min one by one")
 
 
 def shared_options(description: str) -> argparse.ArgumentParser:
@@ -545,7 +516,7 @@ def main() -> int:
                 check_against(arms[0], arm)
             runner.runs = read_runs(LOGS)
             train_until_clear(arms, runner, options)
-        report(arms[0], arms[1:], runner, options)
+        report(arms[0], arms[1:], options)
     finally:
         runner.stop()
     verdicts = {arm.verdict for arm in arms[1:]}
