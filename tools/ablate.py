@@ -57,7 +57,7 @@ from effects import (
     limits_of, pairs_of_seeds, read_run, read_runs,
 )
 from events import MODEL_FILE, check_logs, limited, prepare_output, read_events
-from settings import pairs_of, read_settings
+from settings import pairs_of, read_settings, words_of
 
 LOGS = ROOT / "logs"
 HEADER = ("| change | length | verdict | effect (90 % interval) | pairs | spread of a pair | name |"
@@ -255,12 +255,10 @@ class Runner:
         """Train an arm with a seed, and add the run to `runs`, or why it failed to the arm. If
         another command trains it, or a run that such a command has left, wait for that one."""
         arm, seed = trial
-        length = f"_{arm.settings['ITERATIONS']}" if "ITERATIONS" in arm.settings else ""
-        name = f"ablate_{arm.name}{length}_{arm.tag()}_{seed}"
-        words = [f"{key}={value}" for key, value in arm.settings.items()]
-        command = [sys.executable, str(arm.script), *words, f"SEED={seed}", f"RUN_ID={name}",
-                   f"OUT_DIR=logs/{name}"]
-        log, error = LOGS / f"{name}.jsonl", ""
+        name = f"ablate_{arm.name}_{arm.tag()}_{seed}"
+        own = {"SEED": seed, "RUN_ID": name, "OUT_DIR": f"logs/{name}"}
+        command = [sys.executable, arm.script, *words_of(arm.settings | own)]
+        log, error = LOGS / f"{name}.jsonl", "its log is not of the run that was planned"
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
             if not can_lock(lock):
@@ -269,16 +267,15 @@ class Runner:
                 time.sleep(1)
             run = read_run(log)
             if not (self.is_stopping or arm.verdict or arm.has(run, seed)):
-                error = self.start(command, lock, log)
-                if error:  # no run is resumed
-                    shutil.rmtree(LOGS / name / "checkpoints", ignore_errors=True)
+                error = self.start(command, lock, log) or error
                 run = read_run(log)
+                if run is None:  # no run is resumed
+                    shutil.rmtree(LOGS / name / "checkpoints", ignore_errors=True)
         if arm.has(run, seed):
             self.runs.append(run)
             self.say(f"{name}: {run.bpb:.4f} bits per byte, {run.seconds / 60:.1f} min")
         elif not arm.verdict:
-            reason = error or "its log is not of the run that was planned"
-            arm.verdict, arm.reason = "failed", f"{name}: {reason}"
+            arm.verdict, arm.reason = "failed", f"{name}: {error}"
 
     def stop(self) -> None:
         self.is_stopping = True
