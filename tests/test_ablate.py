@@ -498,10 +498,13 @@ def test_a_false_score_is_known_from_the_log(false, tmp_path, monkeypatch):
 
 def test_a_command_ends_if_its_first_variation_is_invalid(monkeypatch):
     start = {"config": {"MAX_WALLCLOCK_SECONDS": 0}, "data_sha256": {}, "val_tokens": 9, "val_bytes": 9, "torch": "2", "gpu": "", "world_size": 1}
-    answer = subprocess.CompletedProcess([], 0, json.dumps({**start, "reason": "its logits differ"}), "")
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: answer)  # probe.py
-    with pytest.raises(ValueError, match="base is invalid: its logits differ"):
-        ablate.make_plans([ablate.Arm("base", REPOSITORY / "train_gpt.py", {})], {})
+    for output, message in ((json.dumps({**start, "reason": "its logits differ"}), "invalid: its logits differ"),
+                            ("step:1/9\n", "failed: the script cannot be used: status 0"),  # It trains, and exits, when it is imported.
+                            ("", "failed: the script cannot be used: status 0")):
+        answer = subprocess.CompletedProcess([], 0, output, "")
+        monkeypatch.setattr(subprocess, "run", lambda *arguments, answer=answer, **options: answer)  # probe.py
+        with pytest.raises(ValueError, match=f"base is {message}"):
+            ablate.make_plans([ablate.Arm("base", REPOSITORY / "train_gpt.py", {})], {})
 
 
 def test_a_folder_that_cannot_be_written_is_no_verdict(tmp_path, monkeypatch, capsys):
@@ -534,7 +537,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y", "--seconds", "3"], "--seconds is given, and --base, --settings or the environment has ITERATIONS"),
                            (["x", "y A=1", "--settings", "SEED=1"], "how long is a run? Give either --settings ITERATIONS=600 or"), (["x", "--seconds", "-6"], "of 0 or more"),
                            (["x", "y script='a b"], "No closing quotation"),
-                           (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them (no script=FILE is given)"),
+                           (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),
                            (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must be a multiple of 10\n"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
                            (["x", "--most-seeds", "1"], "--most-seeds: invalid choice: 1"), (["x", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"),

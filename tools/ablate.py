@@ -162,21 +162,18 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
     for a setting that is wrong, and if the first arm cannot be used."""
     cpu = sha256(hardware(uses_gpus=False).encode()).hexdigest()[:6]
     for arm in arms:
-        words = [f"{name}={value}" for name, value in {"RUN_ID": arm.name, **arm.settings}.items()]
-        probe = str(ROOT / "tools" / "probe.py")
-        command = [sys.executable, probe, str(arm.script), "plan", *words]
+        words = words_of({"RUN_ID": arm.name, **arm.settings})
+        command = [sys.executable, ROOT / "tools" / "probe.py", arm.script, "plan", *words]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
                                 errors="replace", check=False)
-        if result.returncode:
+        answer = result.stdout.strip().rpartition("\n")[2]  # the last line
+        if result.returncode or not answer.startswith("{"):
             end = describe_end(result.returncode, result.stderr)
             arm.verdict, arm.reason = "failed", f"the script cannot be used: {end}"
             continue
-        arm.plan = json.loads(result.stdout.splitlines()[-1])
+        arm.plan = json.loads(answer)
         if "error" in arm.plan:
-            is_unknown = "is not a variable of this script" in arm.plan["error"]
-            lacks_script = arm.given and "script=" not in arm.given
-            hint = " (no script=FILE is given)" if is_unknown and lacks_script else ""
-            raise ValueError(f"{arm.name}: {arm.plan['error']}{hint}")
+            raise ValueError(f"{arm.name}: {arm.plan['error']}")
         arm.content = content_of(arm.plan, arm.script.read_text(encoding="utf-8"), cpu)
         if arm.plan["reason"]:
             arm.verdict, arm.reason = "invalid", arm.plan["reason"]
