@@ -104,17 +104,12 @@ class Arm:
 
 def read_common(options) -> dict:
     """Return the settings of all runs. Raises ValueError unless they limit a run in one way."""
-    settings = {}
-    if options.base:
-        settings, _ = read_settings(options.base)
+    settings = read_settings(options.base)[0] if options.base else {}
     settings |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
     has_steps = "ITERATIONS" in settings or "ITERATIONS" in os.environ
-    either = "Give either --settings ITERATIONS=600 or --seconds 60"
-    if not (has_steps or options.seconds):
-        raise ValueError(f"how long is a run? {either}; a preset's time limit is not used")
-    if has_steps and options.seconds:
-        raise ValueError(f"--seconds is given, and --base, --settings or the environment has "
-                         f"ITERATIONS. {either}")
+    if has_steps == bool(options.seconds):
+        raise ValueError("give the length of a run once: as ITERATIONS=600, in --settings, --base or "
+                         "the environment, or as --seconds 60; a preset's time limit is not used")
     if options.seconds and not gpu_names() and hasattr(os, "getloadavg"):
         load = os.getloadavg()[0]
         if load > BUSY * count_cores():
