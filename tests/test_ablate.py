@@ -192,6 +192,9 @@ def test_the_ledger_has_every_comparison_once(tmp_path, monkeypatch, capsys):
     assert len(lines) == 7 and lines[4].startswith("| `MLP_SLOPE=0.5 data=b` | 100 steps | undecided | +0.0115 (−")
     assert re.match(r"\| `MLP_SLOPE=0.5` \| 100 steps \| better \| −0.0103 \(−.* to −.*\) \| 4 \| 0.0005 \| idea \| base \| sotu \|$", lines[6])
     assert [facts["data"] for facts in ablate.read_tried()].count(base.content["data"]) == 2
+    later[0].verdict = "failed"
+    ablate.note_tried(base, later[0])
+    assert len(ablate.read_tried()) == 3
     later[0].verdict = "invalid"
     ablate.note_tried(base, later[0])
     assert [facts["name"] for facts in ablate.read_tried()] == ["text", "worse"]

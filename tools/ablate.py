@@ -191,8 +191,8 @@ def text_of(plan: dict) -> int | str:
     folder, if no manifest has them."""
     folder = plan["config"]["DATA_PATH"]
     manifest = Path(folder, "manifest.json")
-    splits = load_json(manifest)["splits"] if manifest.exists() else {"val": {}}
-    return splits["val"].get("decoded_bytes", folder)
+    splits = load_json(manifest).get("splits", {}) if manifest.exists() else {}
+    return splits.get("val", {}).get("decoded_bytes", folder)
 
 
 # ---- Runs ------------------------------------------------------------------------------
@@ -402,13 +402,13 @@ def sentence(facts: dict, diff: float) -> str:
 
 
 def note_tried(first: Arm, arm: Arm) -> None:
-    """Keep what is known of an arm in the ledger, or take it back if it is invalid or failed."""
+    """Keep what is known of an arm in the ledger, or take it back if it is invalid."""
     file = LOGS / "tried" / f"{first.tag()}_{arm.tag()}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     facts = facts_of(first, arm)
     if "effect" in facts:
         write_whole(file, json.dumps(facts))
-    else:
+    elif arm.verdict == "invalid":  # What failed may have been judged with fewer seeds.
         file.unlink(missing_ok=True)
 
 
