@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
@@ -133,22 +132,18 @@ def load_script(path: str):
     return module
 
 
-@contextmanager
-def files_noted():
-    """Yield a list, to which the files are added that Python opens meanwhile, except libraries'."""
-    names, is_active = [], True
+def note_files() -> list[str]:
+    """Return a list, to which files are added that Python opens from now on, except libraries'."""
+    names = []
 
     def note(event: str, arguments: tuple):
-        if is_active and event == "open" and isinstance(arguments[0], str):
+        if event == "open" and isinstance(arguments[0], str):
             name = os.path.abspath(arguments[0])
             if os.path.isfile(name) and not name.startswith(LIBRARIES):
                 names.append(name)
 
     sys.addaudithook(note)  # for good: Python cannot remove it
-    try:
-        yield names
-    finally:
-        is_active = False
+    return names
 
 
 def logits_of(model, rows: torch.Tensor) -> torch.Tensor:
@@ -169,8 +164,8 @@ def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def score_windows(model, tokens: torch.Tensor, config, stride: int) -> torch.Tensor:
-    """Return the nats of each window of a row's length, float64 (N,). Windows move by `stride`: by a
-    row's length, they are rows. Each token after the first is scored once, in its first window."""
+    """Return the nats of each window of a row's length, float64 (N,). Windows move by `stride`, for
+    rows by their length. Each token after the first is scored once, in its first window."""
     length, batch, last = config.train_seq_len, rows_at_once(config), len(tokens) - 1
     windows, device = 1 + math.ceil((last - length) / stride), tokens.device
     stops = (length + stride * torch.arange(windows, device=device)).clamp(max=last)
@@ -253,26 +248,20 @@ def suit_gpu(config):
     return replace(config, attn="efficient", compile="0")
 
 
-def in_float32(model):
-    """Return a copy of a model that computes in float32."""
-    exact = copy.deepcopy(model).float()
-    exact.compute_dtype = torch.float32
-    return exact
-
-
 def examine(train_gpt, own, config, tokens: np.ndarray, stride: int) -> tuple[torch.Tensor, str]:
-    """Return the nats of each window of tokens (N + 1,), and why the model must not be scored, or "".
-    In every row, one more cut is tried. After any edit of the script, the draws are others."""
+    """Return the nats of each window of tokens (N + 1,), and why the model must not be scored, or
+    "". In every row, one more cut is tried. After any edit of the script, the draws are others."""
     random = np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
-    exact, length, batch = in_float32(own), config.train_seq_len, rows_at_once(config)
+    exact, length, batch = copy.deepcopy(own).float(), config.train_seq_len, rows_at_once(config)
+    exact.compute_dtype = torch.float32
     tokens = torch.from_numpy(tokens.astype(np.int64)).to(next(own.parameters()).device)
     inputs, targets = tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
-    with files_noted() as files:
-        reasons = [find_fault(exact, own, inputs[:batch], targets[:batch], random)]
-        nats = score_windows(exact.eval(), tokens, config, stride)
-        for rows in inputs.split(batch):
-            cuts = random.integers(1, max(2, length), len(rows))
-            reasons.append(find_leak(own, rows, cuts, random))
+    files = note_files()
+    reasons = [find_fault(exact, own, inputs[:batch], targets[:batch], random)]
+    nats = score_windows(exact.eval(), tokens, config, stride)
+    for rows in inputs.split(batch):
+        cuts = random.integers(1, max(2, length), len(rows))
+        reasons.append(find_leak(own, rows, cuts, random))
     reasons += [f"it reads {file} while it is scored" for file in files]
     return nats, next(filter(None, reasons), "")
 
@@ -287,7 +276,6 @@ def score(train_gpt, settings: list[str]) -> dict:
     own = train_gpt.GPT(config)
     train_gpt.load_weights(own, config.init_from)
     own.to(device)
-    own.loops = getattr(config, "num_loops", 0)  # of the scripts of older records
     stride = config.eval_stride or config.train_seq_len
     nats, reason = examine(train_gpt, own, config, np.load("tokens.npy"), stride)
     return {"nats": nats.tolist(), "reason": reason}
@@ -313,7 +301,8 @@ def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]
     part = copy.copy(validation)
     part.config = replace(config, seed=secrets.randbelow(2**31))
     part.tokens, part.bytes, part.num_targets = *text, len(text[0]) - 1
-    found, total = part.score(in_float32(own)), nats.sum().item()
+    own.float().compute_dtype = torch.float32
+    found, total = part.score(own), nats.sum().item()
     loss, bpb = total / (len(text[0]) - 1), total / math.log(2) / text[1]
     if not max(abs(found["val_loss"] - loss), abs(found["val_bpb"] - bpb)) <= APART:
         return (f"its validation says {found['val_loss']:.4f} nats, {found['val_bpb']:.4f} bits "
