@@ -227,11 +227,6 @@ def test_runs_are_younger_than_what_they_read(changed, tmp_path):
     assert not arm.has(run, 1)
 
 
-def test_scores_that_are_those_of_the_first_are_doubted():
-    facts = {"name": "mine", "verdict": "no gain", "reason": "", "effect": 0.0, "pairs": 2, "spread": 0.0}
-    assert ablate.sentence(facts, 0.002).endswith("its scores are those of the first one: is it switched on?")
-
-
 @pytest.mark.parametrize("second, checked", [(0.0, ["base0", "base1"]), (0.01, ["base0", "base1", "idea0", "idea1"])])
 def test_equal_scores_are_doubted_before_the_slow_check(second, checked, tmp_path, monkeypatch):
     """What has other scores in the second pair is checked, too."""
@@ -247,9 +242,11 @@ def test_equal_scores_are_doubted_before_the_slow_check(second, checked, tmp_pat
     monkeypatch.setattr(ablate, "LOGS", tmp_path)
     monkeypatch.setattr(probe, "read_text", lambda config: "")
     monkeypatch.setattr(probe, "check_artifact", lambda *arguments: (1.5, ""))
-    ablate.train_until_clear(arms, runner, argparse.Namespace(most_seeds=2, diff=0.002, jobs=1))
-    doubts = [] if second else ["idea: its scores are those of base: is it switched on?"]
+    ablate.train_until_clear(arms, runner, argparse.Namespace(most_seeds=2, diff=0.0, jobs=1))
+    doubt = "its scores are those of base: is it switched on?"
+    doubts = [] if second else [f"idea: {doubt}"]
     assert said[1:] == [f"checking the model of {name}: up to a minute" for name in checked] + doubts
+    assert ablate.sentence(ablate.facts_of(*arms), 0.0).endswith(doubt) != bool(second)
     assert arms[1].verdict == ("undecided" if second else "no gain")
 
 

@@ -324,8 +324,9 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     for arm in arms:
         arm.runs = [*{run.seed: run for run in runner.runs if arm.has(run, run.seed)}.values()]
         differences = differences_of(pairs_of_seeds(arms[0].runs, arm.runs))
-        if arm is not arms[0] and set(differences) == {0.0}:
-            runner.say(f"{arm.name}: its scores are those of {arms[0].name}: is it switched on?")
+        if arm is not arms[0] and not arm.verdict and set(differences) == {0.0}:
+            arm.reason = f"its scores are those of {arms[0].name}: is it switched on?"
+            runner.say(f"{arm.name}: {arm.reason}")
         else:
             check_scores(arm, runner.say)
 
@@ -380,10 +381,8 @@ def facts_of(first: Arm, arm: Arm) -> dict:
 def sentence(facts: dict, diff: float) -> str:
     """Return the line about an arm."""
     begin = f"{facts['name']:<12} {facts['verdict']:<9}  "
-    if "effect" not in facts:
+    if facts["reason"]:
         return begin + facts["reason"]
-    if not (facts["effect"] or facts["spread"]):
-        return f"{begin}its scores are those of the first one: is it switched on?"
     text = ("{effect:+.4f} bits per byte (90 % interval {low:+.4f} to {high:+.4f}), {pairs} pairs of "
             "seeds".format(**facts))
     if facts["verdict"] == "no gain":

@@ -148,7 +148,7 @@ def judge_all(effects: list[Effect], least: float, count: int) -> list[str]:
     is "undecided". With a probability of 1 - ERROR, none of `count` changes is wrongly called
     better: Holm's procedure (1979, jstor.org/stable/4615733), whose p-values may share runs. Each
     "no gain" is wrong with a probability of ERROR."""
-    verdicts = ["no gain" if effect.low > -least else "undecided" for effect in effects]
+    verdicts = ["no gain" if effect.low >= -least else "undecided" for effect in effects]
     order = sorted(range(len(effects)), key=lambda place: effects[place].p)
     for rank, place in enumerate(order):
         if effects[place].p > ERROR / max(1, count - rank):
