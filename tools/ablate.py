@@ -93,8 +93,7 @@ class Arm:
         return run.began > max((file.stat().st_mtime for file in files), default=0)
 
     def tag(self) -> str:
-        """Return digests for RUN_IDs and the ledger: of the content and, if it counts, of the CPU's
-        name."""
+        """Return a digest of the content and, if it counts, one of the CPU's name."""
         digest = sha256(repr(sorted(self.content.items())).encode()).hexdigest()[:6]
         return f"{digest}_on_{self.content['cpu']}" if self.content.get("cpu") else digest
 
@@ -108,13 +107,12 @@ def read_common(options) -> dict:
     settings |= {"MAX_WALLCLOCK_SECONDS": f"{options.seconds:g}", **pairs_of(options.settings)}
     has_steps = "ITERATIONS" in settings or "ITERATIONS" in os.environ
     if has_steps == bool(options.seconds):
-        raise ValueError("give the length of a run once: as ITERATIONS=600, in --settings, --base or "
-                         "the environment, or as --seconds 60; a preset's time limit is not used")
-    if options.seconds and not gpu_names() and hasattr(os, "getloadavg"):
-        load = os.getloadavg()[0]
-        if load > BUSY * count_cores():
-            raise ValueError(f"the cores are busy (load {load:.1f} of {count_cores()}), and "
-                             "--seconds would measure that; wait, or compare at equal ITERATIONS")
+        raise ValueError("give the length of a run once: as ITERATIONS=600, in --settings, --base "
+                         "or the environment, or as --seconds 60; no preset's time limit is used")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if options.seconds and not gpu_names() and load > BUSY * count_cores():
+        raise ValueError(f"the cores are busy (load {load:.1f} of {count_cores()}), and --seconds "
+                         "would measure that; wait, or compare at equal ITERATIONS")
     return settings
 
 
@@ -206,10 +204,9 @@ class Runner:
         self.runs, self.processes, self.is_stopping = [], [], False
         self.pool, self.places = ThreadPoolExecutor(jobs), queue.Queue()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        numbers = map(str, range(len(gpu_names()))) if visible is None else visible.split(",")
-        gpus = [number for number in numbers if number]
+        gpus = range(len(gpu_names())) if visible is None else visible.split(",")
         for job in range(jobs):
-            self.places.put({"CUDA_VISIBLE_DEVICES": gpus[job % len(gpus)]} if gpus else {})
+            self.places.put({"CUDA_VISIBLE_DEVICES": str(gpus[job % len(gpus)])} if gpus else {})
         self.environment = dict(os.environ)
         if jobs > 1 and not self.environment.get("OMP_NUM_THREADS"):
             self.environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // jobs))
@@ -283,8 +280,8 @@ def model_of(run: Run) -> Path:
 
 def check_scores(arm: Arm, say) -> None:
     """Score the artifacts of the arm's runs again, by the logits of its script, on this checkout's
-    validation text. If a log has another score, the arm is invalid: a probe before training does not
-    see everything. Runs without an artifact stay unchecked."""
+    validation text. If a log has another score, the arm is invalid: a probe before training does
+    not see everything. Runs without an artifact stay unchecked."""
     from probe import check_artifact, read_text
     for run in arm.runs:
         if run.checked is None and not arm.verdict and model_of(run).exists():
@@ -313,8 +310,8 @@ def missing_runs(arms: list[Arm], seeds, runs: list[Run]) -> list[tuple[Arm, int
 
 
 def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
-    """Train what is missing of the arms with these seeds. Give each arm all its runs, one of a seed,
-    and score them again, unless its scores are those of the first one."""
+    """Train what is missing of the arms with these seeds. Give each arm all its runs, one of a
+    seed, and score them again, unless its scores are those of the first one."""
     trials = missing_runs(arms, seeds, runner.runs)
     known = [run.seconds for run in runner.runs if any(run.content == arm.content for arm in arms)]
     rounds = math.ceil(len(trials) / runner.jobs)
@@ -338,13 +335,12 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
     while undecided := [arm for arm in rest if not arm.verdict]:
         train_all([first, *undecided], range(seed, seed + count), runner)
         for arm in undecided:
-            pairs = pairs_of_seeds(first.runs, arm.runs)
             if first.verdict:
                 arm.verdict = first.verdict
                 arm.reason = f"{first.name}, the first one: {first.reason}"
             elif not arm.verdict:
-                arm.effect = limits_of(differences_of(pairs))
-        judged = [arm for arm in rest if arm.effect and arm.verdict not in ("invalid", "failed")]
+                arm.effect = limits_of(differences_of(pairs_of_seeds(first.runs, arm.runs)))
+        judged = [arm for arm in rest if arm.verdict not in ("invalid", "failed")]
         verdicts = judge_all([arm.effect for arm in judged], options.diff, len(rest))
         for arm, verdict in zip(judged, verdicts):
             if not arm.verdict and (verdict != "undecided" or count == options.most_seeds):
@@ -383,10 +379,9 @@ def sentence(facts: dict, diff: float) -> str:
     begin = f"{facts['name']:<12} {facts['verdict']:<9}  "
     if facts["reason"]:
         return begin + facts["reason"]
-    text = ("{effect:+.4f} bits per byte (90 % interval {low:+.4f} to {high:+.4f}), {pairs} pairs of "
-            "seeds".format(**facts))
-    if facts["verdict"] == "no gain":
-        text = f"it is worse: {text}" if facts["low"] > 0 else f"of {diff:g} or more: {text}"
+    worse = "it is worse: " if facts["low"] > 0 else ""
+    text = ("{effect:+.4f} bits per byte (90 % interval {low:+.4f} to {high:+.4f}), "
+            "{pairs} pairs of seeds".format(**facts))
     if facts["verdict"] == "better":
         text += f"; corrected for being selected: {facts['effect_corrected']:+.4f}"
     if facts["verdict"] == "better" and facts["spread"] > diff:
@@ -397,7 +392,7 @@ def sentence(facts: dict, diff: float) -> str:
     text += f", model and script have {growth:+.1f} % bytes"
     if facts["unchecked"]:
         text += f"; {facts['unchecked']} runs were not scored again, for lack of an artifact"
-    return begin + text
+    return begin + worse + text
 
 
 def note_tried(first: Arm, arm: Arm) -> None:

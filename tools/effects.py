@@ -68,8 +68,7 @@ def read_run(log: Path) -> Run | None:
     try:
         events = read_events(log)
         latest = {event["event"]: event for event in events}
-        is_whole = "final" in latest and "resume" not in latest
-        if not is_whole or latest["final"]["val_bpb"] is None:
+        if "resume" in latest or latest["final"]["val_bpb"] is None:
             return None
         text = log.with_suffix(".txt")  # to which no check adds a line
         source = text.read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
@@ -81,7 +80,7 @@ def read_run(log: Path) -> Run | None:
                    final["elapsed_s"], text.stat().st_mtime - final["elapsed_s"],
                    latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-        return None  # It is no log of this trainer.
+        return None  # It has no end, or is no log of this trainer.
 
 
 def read_runs(folder: Path) -> list[Run]:
