@@ -213,7 +213,6 @@ class Runner:
 
     def start(self, command: list[str], lock, log: Path) -> str:
         """Run a command, which holds the locked file, too; return its error, or ""."""
-        inherited = [lock.fileno()] if os.name == "posix" else []
         place, size, quiet_s = self.places.get(), 0, 0.0
         look_s = min(5, self.patience or 1)  # 0 would not wait
         try:
@@ -221,7 +220,7 @@ class Runner:
             with tempfile.TemporaryFile("w+", errors="replace") as errors:
                 process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place},
                                            stdout=subprocess.DEVNULL, stderr=errors,
-                                           pass_fds=inherited)
+                                           pass_fds=[lock.fileno()] if os.name == "posix" else [])
                 self.processes.append(process)
                 if self.is_stopping:
                     process.terminate()

@@ -220,8 +220,8 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
             leak = find_leak(own, rows[:, :SHORT].contiguous(), np.arange(1, SHORT), random)
         if leak:
             return leak
-    for training in (False, True):
-        model.train(training)
+    for kind in ("evaluation", "training"):
+        model.train(kind == "training")
         for name, mode in MODES.items():
             # Gradients keep every activation: on a GPU, not all rows would fit into its memory.
             is_large = rows.device.type == "cuda" and mode is torch.enable_grad
@@ -231,7 +231,6 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
                     logits = logits_of(model, rows[part])
                     loss = model(rows[part], targets[part]).item()
                 if is_apart(logits, first[part]):
-                    kind = "training" if training else "evaluation"
                     return f"its logits differ {name}, in {kind} mode"
                 entropy = nats_of(logits, targets[part]).sum().item() / targets[part].numel()
                 if not abs(loss - entropy) <= APART:
@@ -249,8 +248,9 @@ def suit_gpu(config):
 
 
 def examine(train_gpt, own, config, tokens: np.ndarray, stride: int) -> tuple[torch.Tensor, str]:
-    """Return the nats of each window of tokens (N + 1,), and why the model must not be scored, or
-    "". In every row, one more cut is tried. After any edit of the script, the draws are others."""
+    """Return the nats of each row of tokens (N + 1,), or of each window that moves by `stride`, and
+    why the model must not be scored, or "". In every row, one more cut is tried. After any edit of
+    the script, the draws are others."""
     random = np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
     exact, length, batch = copy.deepcopy(own).float(), config.train_seq_len, rows_at_once(config)
     exact.compute_dtype = torch.float32
@@ -258,7 +258,7 @@ def examine(train_gpt, own, config, tokens: np.ndarray, stride: int) -> tuple[to
     inputs, targets = tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
     files = note_files()
     reasons = [find_fault(exact, own, inputs[:batch], targets[:batch], random)]
-    nats = score_windows(exact.eval(), tokens, config, stride)
+    nats = score_windows(exact.eval(), tokens, config, stride or length)
     for rows in inputs.split(batch):
         cuts = random.integers(1, max(2, length), len(rows))
         reasons.append(find_leak(own, rows, cuts, random))
@@ -276,8 +276,7 @@ def score(train_gpt, settings: list[str]) -> dict:
     own = train_gpt.GPT(config)
     train_gpt.load_weights(own, config.init_from)
     own.to(device)
-    stride = config.eval_stride or config.train_seq_len
-    nats, reason = examine(train_gpt, own, config, np.load("tokens.npy"), stride)
+    nats, reason = examine(train_gpt, own, config, np.load("tokens.npy"), config.eval_stride)
     return {"nats": nats.tolist(), "reason": reason}
 
 
@@ -295,7 +294,7 @@ def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]
     with torch.no_grad():
         for weight in own.parameters():  # matrices of zeros would hide what they multiply
             weight += torch.randn_like(weight) * weight.shape[-1:].numel() ** -0.5
-    nats, reason = examine(train_gpt, own, config, text[0], config.train_seq_len)
+    nats, reason = examine(train_gpt, own, config, text[0], stride=0)
     if reason:
         return reason
     part = copy.copy(validation)
