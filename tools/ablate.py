@@ -21,8 +21,7 @@ others are compared with. All train with seed after seed, until each gets a verd
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
 the same script, settings, data, seed, PyTorch and GPU are not repeated, so a command that was
-stopped can be given again; with --seconds and no GPU, the CPU must be the same, too. loop.py tries
-one idea after another and keeps what helps.
+stopped can be given again; with --seconds and no GPU, the CPU must be the same, too.
 
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation, a mistake in the
 command or a full disk, 3 if a run failed (even if others are invalid), 130 if stopped.
@@ -457,11 +456,9 @@ def shared_options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
                         help="the gain that matters (default: %(default)s)")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
-                        help="runs at the same time, each on a GPU of its own or a share of the "
-                        "cores")
+                        help="runs at the same time, each on its own GPU or a share of the cores")
     parser.add_argument("--patience", type=limited(0), default=30, metavar="N",
-                        help="a run has failed if its log does not grow for N minutes (default: "
-                        "%(default)s)")
+                        help="minutes without log lines that end a run (default: %(default)s)")
     return parser
 
 
@@ -473,8 +470,7 @@ def main() -> int:
                         metavar="N", help="seeds of a variation (default: %(default)s)")
     parser.add_argument("--seconds", type=limited(0), default=0, metavar="N",
                         help="train each for N seconds, not for ITERATIONS")
-    parser.add_argument("--json", action="store_true",
-                        help="print one JSON object for each variation")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per variation")
     options = parser.parse_intermixed_args()
     variations = [word for word in options.settings if not re.match(r"\w+=", word)]
     options.settings = [word for word in options.settings if word not in variations]
