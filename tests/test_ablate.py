@@ -317,6 +317,17 @@ def test_the_order_of_a_pair_alternates(tmp_path):
     assert [arm.name for arm, _ in ablate.missing_runs(arms, range(4), [])] == [*"abbaabba"]
 
 
+def test_pairs_come_in_the_order_of_their_seeds(tmp_path):
+    """However the logs are called, and whichever run ended first."""
+    for seed in (9, 10):
+        write_log(tmp_path, f"run_{seed}", seed, 1.5)
+    runner, plan = ablate.Runner(1, print), {"config": {"DATA_PATH": "data/sotu", "INIT_FROM": ""}}
+    runner.runs = effects.read_runs(tmp_path)
+    arm = ablate.Arm("mine", tmp_path, {}, plan=plan, content=runner.runs[0].content)
+    ablate.train_all([arm], (9, 10), runner)
+    assert [run.seed for run in runner.runs] == [10, 9] and [run.seed for run in arm.runs] == [9, 10]
+
+
 def test_no_run_is_trained_twice(tmp_path, monkeypatch):
     """Two commands start together; a third one waits for the run that a killed one has left."""
     monkeypatch.setattr(ablate, "LOGS", tmp_path)

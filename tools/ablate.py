@@ -317,7 +317,8 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{minutes}")
     list(runner.pool.map(runner.train, trials))
     for arm in arms:
-        arm.runs = [*{run.seed: run for run in runner.runs if arm.has(run, run.seed)}.values()]
+        found = {run.seed: run for run in runner.runs if arm.has(run, run.seed)}
+        arm.runs = [found[seed] for seed in sorted(found)]  # whichever ended first
         differences = differences_of(pairs_of_seeds(arms[0].runs, arm.runs))
         if arm is not arms[0] and not arm.verdict and set(differences) == {0.0}:
             arm.reason = f"its scores are those of {arms[0].name}: is it switched on?"
