@@ -122,12 +122,12 @@ def test_the_corrected_effect_is_not_flattered():
 # ---- Logs ----------------------------------------------------------------------------------------------------------------
 
 
-def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", end=True, **changes):
+def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", threads=2, end=True, **changes):
     """The log of a run, as train_gpt.py writes it."""
     config = {"SEED": seed, "RUN_ID": name, "DATA_PATH": "data/sotu", "ITERATIONS": 100, "MAX_WALLCLOCK_SECONDS": 0.0,
               "DTYPE": "float32", "MLP_SLOPE": 0.0, "SIZE_CAP": 0, **changes}
     events = [{"event": "config", "config": config, "data_sha256": {"a.bin": data}, "val_tokens": 9, "val_bytes": 30,
-               "torch": "2.13.0+cpu", "world_size": 1, "threads": 2, "gpu": gpu}]
+               "torch": "2.13.0+cpu", "world_size": 1, "threads": threads, "gpu": gpu}]
     events += [{"event": "val", "step": 100, "val_bpb": bpb - 0.01, "step_avg_ms": 10.0},
                {"event": "export", "artifact_bytes": 5, "code_bytes": 7}, {"event": "final", "val_bpb": bpb, "elapsed_s": 9.0}]
     folder.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
     write_log(tmp_path, "first", 1, 1.5)
     first = effects.read_run(tmp_path / "first.jsonl")
     assert first.bpb == 1.5 and first.artifact_bytes == 12 and first.step_ms == 10
-    same = {"seed": {"seed": 2}, "name": {}, "path": {"DATA_PATH": "elsewhere"}}
+    same = {"seed": {"seed": 2}, "name": {}, "path": {"DATA_PATH": "elsewhere"}, "threads": {"threads": 1}}
     other = {"code": {"source": SOURCE.replace("1.19e-7", "1.2e-7")}, "data": {"data": "b"}, "machine": {"gpu": "H100"},
              "setting": {"MLP_SLOPE": 0.5}, "length": {"ITERATIONS": 200}, "timed": {"MAX_WALLCLOCK_SECONDS": 9.0}}
     for name, changes in {**same, **other}.items():
@@ -147,6 +147,11 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
         write_log(tmp_path, name, **{"seed": 1, "bpb": 1.5, **changes})
         content = effects.read_run(tmp_path / f"{name}.jsonl").content
         assert (content == first.content) == (name in same), name
+    contents = []
+    for threads in (1, 2):  # by --jobs: runs that share a GPU make fewer steps in the time
+        write_log(tmp_path, "timed", 1, 1.5, gpu="H100", threads=threads, MAX_WALLCLOCK_SECONDS=9.0)
+        contents.append(effects.read_run(tmp_path / "timed.jsonl").content)
+    assert contents[0] != contents[1]
     write_log(tmp_path, "unfinished", 1, 1.5, end=False)
     write_log(tmp_path, "diverged", 1, 1.5)
     log = tmp_path / "diverged.jsonl"

@@ -21,7 +21,7 @@ others are compared with. All train with seed after seed, until each gets a verd
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
 the same script, settings, data, seed, PyTorch and GPU are not repeated, so a command that was
-stopped can be given again; with --seconds and no GPU, the CPU must be the same, too.
+stopped can be given again; with --seconds, --jobs must be the same, too, and without GPUs, the CPU.
 
 Exit status: 0 if all are better, 1 if some are not, 2 for an invalid variation, a mistake in the
 command or a full disk, 3 if a run failed (even if others are invalid), 130 if stopped.

@@ -55,11 +55,11 @@ def content_of(start: dict, source: str, cpu: str) -> dict:
     data = [start["data_sha256"], start["val_tokens"], start["val_bytes"]]
     digest = sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
     settings = {name: value for name, value in start["config"].items() if name not in NOT_CONTENT}
-    is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"]) and not start["gpu"]
+    is_timed = bool(settings["MAX_WALLCLOCK_SECONDS"])
     return {"script": sha256(source.encode()).hexdigest()[:12], "data": digest,
             "torch": start["torch"].partition("+")[0], "gpu": start["gpu"],
-            "cpu": cpu if is_timed else "",  # a digest of its name
-            "threads": start["threads"] if is_timed else "any",
+            "cpu": cpu if is_timed and not start["gpu"] else "",  # a digest of its name
+            "threads": start["threads"] if is_timed else "any",  # by --jobs, also on one GPU
             "ranks": start["world_size"], **settings}
 
 
