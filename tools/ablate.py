@@ -62,8 +62,7 @@ LOGS = ROOT / "logs"
 HEADER = ("| change | length | verdict | effect (90 % interval) | pairs | spread of a pair | name |"
           " base | text |")
 BUSY = 0.6  # load of a core; a program that ended a minute ago still counts a third
-FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RUN_ID", "OUT_DIR",
-           "RESUME"}
+FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RESUME"}
 
 
 @dataclass
@@ -231,8 +230,7 @@ class Runner:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-                    return (f"it hung: its log has not grown for {self.patience / 60:.3g} "
-                            "minutes (--patience)")
+                    return "it hung: its log has not grown for longer than --patience"
                 errors.seek(0)
                 return describe_end(process.returncode, errors.read()) if process.returncode else ""
         finally:

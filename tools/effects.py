@@ -137,8 +137,7 @@ def limits_of(differences: list[float]) -> Effect:
     if pairs < 2:
         return Effect(mean, -math.inf, math.inf, pairs, 0.0, 1.0)
     spread = statistics.stdev(differences)
-    bound = -special.stdtrit(pairs - 1, level_of_look(pairs))
-    reach = float(bound) * spread / math.sqrt(pairs)
+    reach = -special.stdtrit(pairs - 1, level_of_look(pairs)) * spread / math.sqrt(pairs)
     return Effect(mean, mean - reach, mean + reach, pairs, spread, float(p_of(differences)[-1]))
 
 
