@@ -147,6 +147,10 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
         write_log(tmp_path, name, **{"seed": 1, "bpb": 1.5, **changes})
         content = effects.read_run(tmp_path / f"{name}.jsonl").content
         assert (content == first.content) == (name in same), name
+    write_log(tmp_path, "export", 1, 1.5, ITERATIONS=0)
+    log = tmp_path / "export.jsonl"
+    log.write_text(log.read_text().replace('"step_avg_ms": 10.0', '"step_avg_ms": 0.0'))
+    assert effects.read_run(log).step_ms == 1  # which divides
     contents = []
     for threads in (1, 2):  # by --jobs: runs that share a GPU make fewer steps in the time
         write_log(tmp_path, "timed", 1, 1.5, gpu="H100", threads=threads, MAX_WALLCLOCK_SECONDS=9.0)

@@ -76,7 +76,8 @@ def read_run(log: Path) -> Run | None:
         cpu = re.match(".*_on_([0-9a-f]{6})_", log.stem)  # by `Arm.tag`
         content = content_of(start, source, cpu[1] if cpu else "")
         return Run(log, content, start["config"]["SEED"], final["val_bpb"],
-                   export["artifact_bytes"] + export["code_bytes"], latest["val"]["step_avg_ms"],
+                   export["artifact_bytes"] + export["code_bytes"],
+                   latest["val"]["step_avg_ms"] or 1.0,  # 0 with ITERATIONS=0
                    final["elapsed_s"], text.stat().st_mtime - final["elapsed_s"],
                    latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
