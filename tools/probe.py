@@ -1,7 +1,5 @@
-"""Find out whether a model may be scored, and score its artifact. Other tools run this file:
-
-    python tools/probe.py SCRIPT plan VARIABLE=value ...     what the settings would train
-    python tools/probe.py SCRIPT score VARIABLE=value ...    an artifact on the text of tokens.npy
+"""Find out whether a model may be scored, and score its artifact. Other tools run this file with a
+script, "plan" or "score", and settings: what they would train, or an artifact on tokens.npy.
 
 Text and bytes are read, and losses computed, by code of this file. For each position of a row, or
 some of a long one, the tokens after it are replaced: no earlier logit may change. These must be
@@ -35,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 APART = 1e-4  # of logits and nats in float32; shapes and kernels moved logits by 1.4e-5
 SCORED_AGAIN = 1e-3  # bits per byte; compiled bfloat16 and eager float32 differed by 3.5e-4
 CUT_TOKENS = {"cpu": 2**18, "cuda": 2**22}  # for the search of leaks; at least 512 positions of 512
+FLOAT32_ATTN = "efficient"  # of a GPU's kernels that need little memory, one takes float32
 SHORT = 512  # tokens of a row of which all positions can be tried
 MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad,
          "in inference mode": torch.inference_mode}
@@ -78,7 +77,8 @@ def score_artifact(script: Path, artifact: Path, config: dict, tokens: np.ndarra
     Returns the nats of each row, or of each window that moves by `stride` (N,), and why the
     artifact must not be scored, or "". Raises ValueError if the model gives no logits."""
     own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "EVAL_STRIDE": stride}
-    own["DEVICE"] = "cpu" if config["DEVICE"] == "cpu" else "auto"
+    if config["DEVICE"] != "cpu":
+        own |= {"DEVICE": "auto", "ATTN": FLOAT32_ATTN}
     words = [f"{name}={value}" for name, value in {**config, **own}.items() if value != ""]
     answer_to = secrets.token_hex()  # A script that prints an answer of its own does not know it.
     environment = {**os.environ, "PROBE": answer_to}
@@ -224,9 +224,8 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
         model.train(kind == "training")
         for name, mode in MODES.items():
             # Gradients keep every activation: on a GPU, not all rows would fit into its memory.
-            is_large = rows.device.type == "cuda" and mode is torch.enable_grad
-            many = slice(2 if is_large else None)
-            for part in (many, slice(1)):
+            fit = 2 if rows.device.type == "cuda" and mode is torch.enable_grad else None
+            for part in (slice(fit), slice(1)):
                 with mode():
                     logits = logits_of(model, rows[part])
                     loss = model(rows[part], targets[part]).item()
@@ -239,18 +238,9 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
     return ""
 
 
-def suit_gpu(config):
-    """Return a Config with which a GPU computes in float32 and uncompiled. Of the kernels of
-    attention that need little memory, one takes float32; a run has enabled only its own."""
-    torch.backends.cuda.enable_mem_efficient_sdp(True)
-    torch.backends.cuda.enable_math_sdp(True)  # for widths that the other does not take
-    return replace(config, attn="efficient", compile="0")
-
-
 def examine(train_gpt, own, config, tokens: np.ndarray, stride: int) -> tuple[torch.Tensor, str]:
-    """Return the nats of each row of tokens (N + 1,), or of each window that moves by `stride`, and
-    why the model must not be scored, or "". In every row, one more cut is tried. After any edit of
-    the script, the draws are others."""
+    """Return the nats of each window of tokens (N + 1,), and why the model must not be scored, or
+    "". In every row, one more cut is tried. After any edit of the script, the draws are others."""
     random = np.random.default_rng([*sha256(Path(train_gpt.__file__).read_bytes()).digest()])
     exact, length, batch = copy.deepcopy(own).float(), config.train_seq_len, rows_at_once(config)
     exact.compute_dtype = torch.float32
@@ -270,12 +260,9 @@ def score(train_gpt, settings: list[str]) -> dict:
     """Return "nats", the loss of the artifact INIT_FROM on each row of tokens.npy, and the "reason"
     for which it is invalid, or ""."""
     config, _ = train_gpt.load_config(settings, {})
-    device = "cpu"
-    if config.device != "cpu" and torch.cuda.is_available():
-        config, device = suit_gpu(config), "cuda"
     own = train_gpt.GPT(config)
     train_gpt.load_weights(own, config.init_from)
-    own.to(device)
+    own.to("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     nats, reason = examine(train_gpt, own, config, np.load("tokens.npy"), config.eval_stride)
     return {"nats": nats.tolist(), "reason": reason}
 
@@ -287,8 +274,10 @@ def find_fault_before(train_gpt, validation, ranks, text: tuple[np.ndarray, int]
     """Return why the model of a resolved Config, or the script's Validation, must not be used, or
     "". They are tried with random weights on a `text`, as read_text returns it."""
     config = validation.config
-    if ranks.device.type == "cuda":
-        config = suit_gpu(config)
+    if ranks.device.type == "cuda":  # A run has enabled only its own kernel of attention.
+        config = replace(config, attn=FLOAT32_ATTN, compile="0")
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
+        torch.backends.cuda.enable_math_sdp(True)  # for widths that the other does not take
     torch.manual_seed(0)
     own = train_gpt.GPT(config).to(ranks.device)
     with torch.no_grad():
