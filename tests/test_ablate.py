@@ -551,7 +551,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     for words, message in (([], "give at least two variations"), (["x"], "give at least two variations"),
                            (["x", "y", "--base", str(base)], "must be of type float\n"), (["x", "x A=1"], "two variations are called x"),
                            (["x", "MLP_SLOPE=0.5"], "'MLP_SLOPE=0.5' must begin with a name"), (["x", ""], "'' must begin with a name"),
-                           (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "y: script=no.py is no file"),
+                           (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "[Errno 2] No such file or directory: 'no.py'"),
                            (["x", "y INIT_FROM=9"], "y sets INIT_FROM, which must be equal in all"),
                            (["x", "y ITERATIONS=9"], "y sets ITERATIONS, which must be equal in all"),
                            (["x", "y", "--seconds", "3"], "give the length of a run once: as ITERATIONS=600, in --settings, --base or the environment, or as"),

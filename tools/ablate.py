@@ -125,9 +125,7 @@ def read_arms(options, folder: Path) -> list[Arm]:
         if name in [arm.name for arm in arms]:
             raise ValueError(f"two variations are called {name}; give each its own name")
         own = pairs_of(words)
-        script = Path(own.pop("script", ROOT / "train_gpt.py"))
-        if not script.is_file():
-            raise ValueError(f"{name}: script={script} is no file")
+        script = own.pop("script", ROOT / "train_gpt.py")
         for variable in sorted(FOR_ALL & own.keys()):
             raise ValueError(f"{name} sets {variable}, which must be equal in all: "
                              f"--settings {variable}={own[variable]}")
@@ -496,10 +494,8 @@ def main() -> int:
         report(arms[0], arms[1:], options)
     finally:
         runner.stop()
-    verdicts = {arm.verdict for arm in arms[1:]}
-    if "failed" in verdicts:
-        return 3
-    return 2 if "invalid" in verdicts else int(verdicts != {"better"})
+    statuses = {"better": 0, "invalid": 2, "failed": 3}
+    return max(statuses.get(arm.verdict, 1) for arm in arms[1:])
 
 
 if __name__ == "__main__":
