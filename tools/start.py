@@ -527,8 +527,9 @@ def conclude(outcome: Outcome) -> None:
         print("\nA sample of what it writes:", flush=True)
         sample = [sys.executable, "tools/sample.py", log.stem, "--length", "80"]
         subprocess.run(sample, check=False)
-    is_elsewhere = Path(os.environ.get("OLDPWD", ROOT)).resolve() != ROOT
-    print(f"The next commands are for the folder {ROOT}.\n" * is_elsewhere + summary)
+    if Path(os.environ.get("OLDPWD", ROOT)).resolve() != ROOT:
+        print(f"The next commands are for the folder {ROOT}.")
+    print(summary)
 
 
 def main() -> None:
