@@ -293,6 +293,8 @@ def test_runs_that_hang_or_are_killed_are_named(tmp_path):
     assert runner.start([sys.executable, "-c", writes], sys.stderr, log) == ""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert runner.start([sys.executable, "-c", code], sys.stderr, log) == "ended by SIGKILL"
+    leaves, started = "import subprocess; subprocess.Popen(['sleep', '9'])", time.monotonic()  # with its stderr
+    assert ablate.Runner(1, print).start([sys.executable, "-c", leaves], sys.stderr, log) == "" and time.monotonic() - started < 5
 
 
 def test_a_run_on_a_machine_that_slept_has_not_hung(tmp_path, monkeypatch):
