@@ -10,8 +10,7 @@ export OLDPWD  # where start.py looks for what is not here
 unset PYTHONPATH PYTHONSAFEPATH PYTHONHOME PYTHONPLATLIBDIR __PYVENV_LAUNCHER__
 unset PIP_USER PIP_TARGET PIP_PREFIX
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # for a checkpoint
-signals=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU
-export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-$signals}  # of others, torchrun dies
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU  # by torchrun
 export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-1}  # no trial builds: 10 s at first
 # Compiled code is kept here, for each kind of CPU that shares this folder: a reboot empties /tmp.
 cpu=$({ grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2> /dev/null || uname -m; } | cksum)
@@ -21,7 +20,6 @@ fail() {
   echo "run.sh: $*" >&2
   exit 1
 }
-
 if command -v flock > /dev/null && exec 9< run.sh && ! flock -n 9; then
   echo "waiting for another ./run.sh, which installs" && flock 9 || true
 fi
@@ -53,8 +51,7 @@ if [ ! -e "$stamp" ]; then
       --index-url https://download.pytorch.org/whl/cpu 2> /dev/null ||  # without gigabytes of CUDA
       echo "the CPU build of PyTorch cannot be fetched: installing the usual one"
   fi
-  "${pip[@]}" -r "$packages" || fail "pip could not install $packages; its messages above" \
-    "say why. PyTorch needs Python 3.11 to 3.14 and, on a Mac, macOS 14 on Apple silicon"
+  "${pip[@]}" -r "$packages" || fail "pip could not install $packages; its messages above say why"
   touch "$stamp"
 fi
 [ "${1:-}" = test ] || exec .venv/bin/python tools/start.py "$@" 9<&-
