@@ -69,7 +69,7 @@ def check_plan(options, folder: Path, settings: dict[str, str]):
     count = 0 if config.device == "cpu" else train_gpt.torch.cuda.device_count()
     problems.check(count in (0, options.ranks), f"{count} GPUs, but --ranks is {options.ranks}; to "
                    "use fewer GPUs, set CUDA_VISIBLE_DEVICES; if they are in several machines, train "
-                   "the seeds yourself, and give --runs: see records/presets/README.md")
+                   "the seeds yourself, and give --runs: see records/README.md")
     verify.check_request(track, options.division, len(options.seeds), values, problems)
     verify.load_base(folder, options.base, options.division, problems)
     problems.check(not folder.exists(), f"{folder} is there: choose another --name")
