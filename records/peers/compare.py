@@ -38,12 +38,11 @@ import train_gpt  # noqa: E402
 from common import hardware, only_one, table, with_deviation, write_whole  # noqa: E402
 from tokenization import load_tokenizer  # noqa: E402
 
-SCRATCH = (ROOT / "logs" / "peers").resolve()  # for data, clones and unfinished runs
+SCRATCH = (ROOT / "logs" / "peers").resolve()  # for data, clones, consoles and unfinished runs
 CORES = 2
 FREE_STEPS = 3  # first steps of the others, in which they compile: they are off the clock
 SPEECHES_BYTES = 551_026  # of validation
 PLAYS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-CONSOLE_CHARACTERS = 4_000  # of a run's output: the first and the last of them are kept
 OURS = {"repository": "", "row": 0, "step_tokens": 4096, "autocast": False}  # the model's own row
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
@@ -142,7 +141,7 @@ def command_for_ours(run: dict) -> list[str]:
 
 
 def train(run: dict, options) -> list[dict]:
-    """Train once and score; return the events of the log, and write the output beside it. Raises
+    """Train once and score; return the events of the log, and keep the output in SCRATCH. Raises
     ValueError if the tool fails."""
     folder = Path(run["folder"])
     shutil.rmtree(folder, ignore_errors=True)
@@ -162,12 +161,7 @@ def train(run: dict, options) -> list[dict]:
                                     pass_fds=[options.lock]).returncode
             if status:
                 raise ValueError(f"{words[0]} failed: see {console.name}")
-    text = (folder / "console.txt").read_text("utf-8", errors="replace")
-    for path in (folder, SCRATCH, sys.prefix, ROOT):  # Others need not know where.
-        text = text.replace(str(path), "...")
-    half = CONSOLE_CHARACTERS // 2
-    text = text if len(text) < 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
-    (options.logs / f"{run['id']}.txt").write_text(text, "utf-8")
+    (folder / "console.txt").replace(SCRATCH / f"{run['id']}.txt")
     events = json.loads((folder / "scores.json").read_text("utf-8"))
     shutil.rmtree(folder)
     return events
