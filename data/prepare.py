@@ -46,7 +46,7 @@ MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
 VAL_FRACTION, VAL_BYTES = 0.05, 20_000_000  # by default, at most
 PACKED = 4  # about the bytes of text in one of a packed file; rather too many, as VAL_BYTES is a limit
 SOTU_BYTES = 12_000_000
-VERSION = "data/prepare.py 2"  # to be raised if the data sets change: an unfinished one is only continued by the same version
+VERSION = "data/prepare.py 3"  # to be raised if the data sets change: an unfinished one is only continued by the same version
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
 SMALLEST = 261  # pieces: four special ones, the 256 bytes and the space
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
@@ -70,9 +70,8 @@ def choose_by_hash(options) -> None:
     for text in reader.documents(options.sources, "counting"):
         if reader.named_splits or count >= MANY_DOCUMENTS:
             return
-        for part in parts_of(text):
-            sizes[hashlib.sha256(part.encode("utf-8")).digest()] = len(part)
-            first, count = first or part, count + 1
+        sizes[hashlib.sha256(next(parts_of(text)).encode("utf-8")).digest()] = len(text)
+        first, count = first or text, count + 1
         if reader.position >= limit:
             break
     if count == 1 and len(first) > 1:
@@ -103,29 +102,30 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, bytes, by
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         for text in reader.documents(sources, title):
             number = reader.position  # from 1
-            parts = [text[:options.cut], text[options.cut:]] if options.cut else parts_of(text)
-            for place, part in enumerate(parts):
-                raw = part.encode("utf-8")
-                digest = hashlib.sha256(raw).digest()
+            halves = [text[:options.cut], text[options.cut:]] if options.cut else [text]
+            for place, half in enumerate(halves):
+                parts = [part.encode("utf-8") for part in parts_of(half)]
+                digests = [hashlib.sha256(raw).digest() for raw in parts]  # the first decides for all: no text is in both splits
                 if reader.named_splits:
                     is_val = reader.split == "val"
                 elif options.cut:
                     is_val = place == 1
                 elif options.chosen is not None:
-                    is_val = digest in options.chosen
+                    is_val = digests[0] in options.chosen
                 else:
-                    in_share = is_chosen(digest, options.val_fraction) and val_bytes + len(raw) <= options.val_bytes
+                    in_share = is_chosen(digests[0], options.val_fraction) and val_bytes + sum(map(len, parts)) <= options.val_bytes
                     is_val = is_val_file or number <= (options.val_docs or 0) or in_share
-                if is_val:
-                    seen.add(digest[:16])
-                    counts["val"] += 1
-                    val_bytes += len(raw)
-                    yield "val", raw, digest
-                elif digest[:16] in seen:
-                    reader.dropped += 1
-                else:
-                    counts["train"] += 1
-                    yield "train", raw, digest
+                for raw, digest in zip(parts, digests):
+                    if is_val:
+                        seen.add(digest[:16])
+                        counts["val"] += 1
+                        val_bytes += len(raw)
+                        yield "val", raw, digest
+                    elif digest[:16] in seen:
+                        reader.dropped += 1
+                    else:
+                        counts["train"] += 1
+                        yield "train", raw, digest
             if not is_val_file and number >= limit:  # what follows is not even read
                 break
     if not counts:
@@ -164,7 +164,7 @@ def why_empty(split: str, count: int, reader: Reader, options) -> str:
     if count == 1:
         return "the single document is too short to be cut in two: use more text"
     if options.chosen:
-        return f"all {count:,} documents are equal, and equal ones stay in one split: add other text"
+        return f"all {reader.position:,} documents are equal, and equal ones stay in one split: add other text"
     return f"--val-fraction {options.val_fraction} leaves none of the {count:,} documents for training: set a smaller one"
 
 

@@ -130,6 +130,26 @@ def test_parts_are_together_what_one_run_makes(tmp_path, monkeypatch, capsys, to
     assert joined == whole and sorted(os.listdir()) == ["a.jsonl", "set", "val.jsonl", "whole"]
 
 
+@pytest.mark.parametrize("documents_of, many, arguments, most", [
+    (1, 1000, [], 100), (40, 1000, [], 4000), (150, 1, ["--val-fraction", 0.3], 15_000), (150, 1, ["--max-docs", 140], 350)])
+def test_the_parts_of_a_long_document_stay_in_one_split(tmp_path, monkeypatch, documents_of, many, arguments, most):
+    """In one run, and in parts of which one was stopped. A single document is cut in two, one half for each split."""
+    texts = ["".join(f"document {i:03d}; line {line}\n" for line in range(5)) for i in range(documents_of)]
+    for module, name, value in [(prepare, "DOCUMENT_CHARS", 30), (prepare, "MANY_DOCUMENTS", many), (prepare, "VAL_BYTES", 350)]:
+        monkeypatch.setattr(module, name, value)
+    command = [write_jsonl(tmp_path / "b.jsonl", texts), *arguments]
+    val = make(monkeypatch, Path("whole/set"), *command)["splits"]["val"]
+    begin(monkeypatch, 2, *command, "--part", "2/2")
+    for part in "21":
+        run_script(monkeypatch, prepare, *command, "--part", f"{part}/2", "--tokenizer", "byte260", "--out", "set")
+    parts = {split: documents("set", split) for split in ("train", "val")}
+    assert all(sorted(found) == sorted(documents("whole/set", split)) for split, found in parts.items())
+    lines = {split: {line for part in found for line in part.splitlines()} for split, found in parts.items()}
+    first, second = ({line[:12] for line in found} for found in lines.values())
+    assert lines["train"] | lines["val"] <= {line for text in texts for line in text.splitlines()} and 0 < val["bytes"] <= most
+    assert not first & second or documents_of == 1 and max(lines["train"]) < min(lines["val"])
+
+
 def test_the_first_vocabulary_that_a_part_has_learnt_is_that_of_all(monkeypatch):
     """Another machine may have another version of SentencePiece."""
     def learn_after_another_part(name, sample, path):
