@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
     parser.add_argument("--dtype", choices=["uint16", "uint32", "int32", "int64"],
                         help=".bin files have no header, only ids of this type (nanoGPT: uint16)")
+    parser.set_defaults(part=(1, 1))  # all of it
     escape_what_cannot_be_printed()
     write_dataset("convert.py", convert, parser.parse_args())
 

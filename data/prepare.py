@@ -393,7 +393,7 @@ def prepare(folder: Path, options) -> str:
         processes = 1 if size < SMALL_BYTES or tokenizer.kind == "byte" else count_cores()
         write_part(progress, tokenizer, reader, documents, processes)
     with suppress(FileNotFoundError):  # another part has joined them
-        options.held = lock(progress.parent / "join.lock", wait=True)  # until the data set has its place
+        options.held.append(lock(progress.parent / "join.lock", wait=True))  # until the data set has its place
     progress.compare(progress.state["command"])  # with parts that were begun at the same time
     parts = progress.join()
     if len(parts) < progress.parts:

@@ -182,7 +182,7 @@ def write_dataset(script: str, fill: Callable, options) -> None:
 
     The folder is OUT.unfinished/NAME until it has a manifest. If that fails, ends the program with the script's name and the
     reason. OUT.unfinished is then deleted, unless prepare.py has saved there what the same command can use."""
-    held = None
+    options.held = []  # locks: this part's, then that for joining
     try:
         out = Path(options.out).resolve()
         if out.is_mount():
@@ -199,11 +199,11 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         unfinished.mkdir(parents=True, exist_ok=True)
         if any(unfinished.iterdir()) and not any(unfinished.glob("part-*.lock")):
             raise ValueError(f"{unfinished}, where the data set would grow, holds other files: choose another --out")
-        part, parts = getattr(options, "part", (1, 1))
-        held = lock(unfinished / f"part-{part}-of-{parts}.lock")
+        part, parts = options.part
+        options.held.append(lock(unfinished / f"part-{part}-of-{parts}.lock"))
         if not is_saved(unfinished):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-        elif not hasattr(options, "part"):
+        elif script != "prepare.py":
             raise ValueError(f"{unfinished} was begun by prepare.py: delete it, or choose another --out")
         folder.mkdir(exist_ok=True)
         summary = fill(folder, options)
@@ -211,10 +211,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
             if out.exists():
                 out.rmdir()
             os.replace(folder, out)
-            held.close()
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if hasattr(options, "held"):  # the lock for joining; on network file systems and Windows it has kept the folder
-                options.held.close()
+            for file in options.held:  # an open one keeps the folder, on network file systems and Windows
+                file.close()
                 shutil.rmtree(unfinished, ignore_errors=True)
         print(summary)
         return
@@ -228,11 +226,11 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         problem = "out of memory"
     except (ValueError, OSError) as error:
         problem = str(error)
-    if held and is_saved(unfinished):
+    if options.held and is_saved(unfinished):
         problem += f"; the same command goes on from {unfinished}" * (str(unfinished) not in problem)
-    elif held:
+    elif options.held:
         problem += "; --out is as it was before" * (problem == "stopped")
-        held.close()
+        options.held[0].close()
         if len(list(unfinished.glob("*.lock"))) == 1:  # no other part runs
             shutil.rmtree(unfinished)
     sys.exit(f"{script}: {problem}")
