@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 
 from shards import (
-    ShardWriter, at_least, count_cores, escape_what_cannot_be_printed, finish, given_path, lock, sha256_of, write_dataset,
+    ShardWriter, at_least, count_cores, escape_what_cannot_be_printed, finish, given_path, lock, sha256_of, sync, write_dataset,
 )
 from sources import HUB, PACKINGS, SOTU, Reader, cut_lines
 from tokenization import (
@@ -331,6 +331,7 @@ def load_or_learn(options, progress: Progress, documents: Iterator) -> tuple[Tok
             sample = assign(Reader(options), options, "sampling")
         learnt = progress.own / "tokenizer.model"
         learn_vocabulary(options.tokenizer, sample_training_text(sample), learnt)
+        sync(learnt)  # before a saved progress needs it
         if not path.exists():  # another part may have been first
             os.replace(learnt, path)
     return load_tokenizer(str(path)), documents

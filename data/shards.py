@@ -45,6 +45,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync(path: Path) -> None:
+    """See that what was written to a file is on the disk, where it outlives a power cut."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
 def split_documents(arrays: Iterable[np.ndarray], bos: int, title: str, total: int) -> Iterator[np.ndarray]:
     """Yield the tokens from each BOS to the next, uint16 (N,), N > 0, with a progress bar. A document may continue in the
     next array. Tokens before the first BOS come first; without a BOS all tokens are one document. `total` is the number of
@@ -208,6 +214,8 @@ def write_dataset(script: str, fill: Callable, options) -> None:
         folder.mkdir(exist_ok=True)
         summary = fill(folder, options)
         if (folder / "manifest.json").exists():
+            for path in folder.iterdir():  # else OUT may hold shards and, after a power cut, an empty manifest.json
+                sync(path)
             if out.exists():
                 out.rmdir()
             os.replace(folder, out)

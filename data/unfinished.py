@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from shards import ShardWriter
+from shards import ShardWriter, sync
 
 SAVE_S = 10  # from one save to the next
 
@@ -69,10 +69,8 @@ class Progress:
             writer.sync()
         self.state.update(changes, splits={split: writer.split for split, writer in writers.items()})
         path = self.own / "progress.tmp"
-        with path.open("w", encoding="utf-8") as file:
-            json.dump(self.state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        path.write_text(json.dumps(self.state), encoding="utf-8")
+        sync(path)
         os.replace(path, path.with_suffix(".json"))
         self.saved_at = time.monotonic()
 

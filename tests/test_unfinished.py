@@ -183,6 +183,14 @@ def test_nothing_is_left_where_an_open_file_keeps_its_folder(monkeypatch):
     assert opened and sorted(os.listdir()) == ["a.jsonl", "set"]
 
 
+def test_all_files_of_a_data_set_are_on_the_disk_before_it_has_its_place(monkeypatch):
+    synced, fsync = {}, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: fsync(number) or synced.setdefault(os.fstat(number), Path("set").exists()))
+    make(monkeypatch, Path("set"), "a.jsonl", tokenizer="sp300")
+    written = {(about.st_ino, about.st_size) for about, is_placed in synced.items() if not is_placed}
+    assert {(path.stat().st_ino, path.stat().st_size) for path in Path("set").iterdir()} <= written
+
+
 def test_more_shards_than_files_can_be_open(monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, limits[1]))
