@@ -509,7 +509,7 @@ class Reader:
                 folders.remove("blobs")
             begun = {name for name in folders  # by prepare.py
                      if name.endswith(".unfinished") and any(Path(place, name).glob("part-*.lock"))}
-            folders[:] = [name for name in folders if not name.startswith(".") and name not in begun]
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in begun)
             for file in (Path(place, name) for name in names if not name.startswith(".")):
                 if reason := self.why_skipped(file):
                     self.skipped[reason] += 1

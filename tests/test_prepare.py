@@ -198,6 +198,17 @@ def test_files_that_are_there_twice_are_read_once_and_by_their_names(tmp_path, c
     assert "1 packed, beside the same unpacked" in capsys.readouterr().out
 
 
+def test_a_folder_with_links_to_it_has_its_first_name_on_every_disk(tmp_path):
+    for number in range(0, 20, 2):
+        names = [str(number), f"{number}b"]
+        real, link = names[::-1] if number % 4 else names
+        (tmp_path / real).mkdir()
+        (tmp_path / real / "a.txt").write_text(f"text {number}")
+        (tmp_path / link).symlink_to(tmp_path / real)
+    found = sources.Reader(MagicMock()).find_files(tmp_path)
+    assert {path.parent.name for path, _ in found} == {str(number) for number in range(0, 20, 2)}
+
+
 def test_files_whose_names_say_no_split_are_said_among_those_that_do(tmp_path, capsys, read):
     (tmp_path / "texts").mkdir()
     for name, count in (("train", 40), ("eval", 5), ("dev_matched", 9), ("test_matched", 9)):
