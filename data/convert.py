@@ -60,7 +60,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]]:
     ValueError if there are none for val."""
     once = {}  # by the files' real paths
     for name in names:
-        found = sorted(path for path in Path(name).glob("*") if path.suffix.lower() in (".bin", ".npy")) or [Path(name)]
+        found = sorted(path for path in Path(name).glob("[!.]*") if path.suffix.lower() in (".bin", ".npy")) or [Path(name)]
         if not found[0].is_file():
             raise ValueError(f"FILE {name!r} is neither a .bin or .npy file nor a folder of them")
         for path in found:

@@ -73,6 +73,7 @@ def test_names_say_which_files_are_for_validation(tmp_path, monkeypatch, train, 
     for name in train + val:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+        (tmp_path / name).with_name("._val.bin").touch()  # Macs put such files on other disks
     splits = convert.find_files([*sorted({name.rpartition("/")[0] or "." for name in train + val}), train[0], val[0]])
     assert [sorted(map(str, splits[split])) for split in ("train", "val")] == [sorted(train), sorted(val)]
 
