@@ -118,8 +118,8 @@ def convert(folder: Path, options) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=given_path, metavar="FILE", help=".bin or .npy files, or folders of them")
-    parser.add_argument("--tokenizer", required=True, help="gpt2 or another encoding of tiktoken, byte260, or "
-                        "a SentencePiece .model")
+    parser.add_argument("--tokenizer", required=True, type=given_path,
+                        help="gpt2 or another encoding of tiktoken, byte260, or a SentencePiece .model")
     parser.add_argument("--out", required=True, type=given_path, help="folder of the data set; its name is the shards' name")
     parser.add_argument("--dtype", choices=["uint16", "uint32", "int32", "int64"],
                         help=".bin files have no header, only ids of this type (nanoGPT: uint16)")

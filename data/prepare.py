@@ -380,7 +380,7 @@ def prepare(folder: Path, options) -> str:
     files, size = measure(options)
     choose_share(options, size)
     choose_by_hash(options)
-    names = [source if source.startswith(HUB) else Path(source).name for source in options.sources]
+    names = [source if source.startswith(HUB) else os.path.basename(os.path.abspath(source)) for source in options.sources]
     command = {"version": VERSION, "SOURCE": names, "text": files, "--tokenizer": Path(name).name, "--part": f"of {progress.parts}"}
     for option in ("text_key", "separator", "encoding", "max_docs", "val_file", "val_docs", "val_fraction"):
         command[f"--{option.replace('_', '-')}"] = getattr(options, option)
@@ -429,11 +429,11 @@ def share(text: str) -> float:
 
 
 def tokenizer_name(text: str) -> str:
-    """Return the name of a tokenizer; that of one to learn has a number of pieces that shards can hold."""
+    """Return the name or path of a tokenizer; one to learn has a number of pieces that shards can hold."""
     learnt = LEARNT.fullmatch(text)
     if learnt and learnt[2] and not SMALLEST <= int(learnt[2]) <= MAX_VOCAB_SIZE:
         raise argparse.ArgumentTypeError(f"{text!r} must have {SMALLEST} to {MAX_VOCAB_SIZE} pieces, such as {learnt[1]}1024")
-    return text
+    return given_path(text)
 
 
 def main() -> None:

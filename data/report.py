@@ -90,7 +90,7 @@ def report(options) -> list[str]:
         problems.append(f"{shared:,} of the {len(documents['val']):,} validation documents are also in the training split, "
                         "which makes scores too good")
     if options.texts:
-        with options.texts.open("x", encoding="utf-8") as file:
+        with open(options.texts, "x", encoding="utf-8") as file:
             for document in read_split("writing", shards["val"], tokenizer):
                 file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
         print(f"wrote the validation documents to {options.texts}")
@@ -100,9 +100,9 @@ def report(options) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=given_path, metavar="DATASET", help="folder of the shards")
-    parser.add_argument("--tokenizer", metavar="SPEC", help="a .model file, byte260, or gpt2 "
-                        "(default: the one in manifest.json)")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="also write the validation documents, as .jsonl")
+    parser.add_argument("--tokenizer", type=given_path, metavar="SPEC",
+                        help="a .model file, byte260, or gpt2 (default: the one in manifest.json)")
+    parser.add_argument("--texts", type=given_path, metavar="FILE", help="also write the validation documents, as .jsonl")
     escape_what_cannot_be_printed()
     try:
         problems = report(parser.parse_args())

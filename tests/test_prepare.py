@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import convert
 import prepare
 import numpy as np
 import pytest
+import report
 import shards
 import sources
 import train_gpt
@@ -495,8 +497,18 @@ def test_an_empty_path_is_refused(monkeypatch, capsys, arguments):
 def test_a_tilde_is_the_home_folder_as_for_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    run_script(monkeypatch, prepare, "--tokenizer", "byte260", "--out=~/set", "--val-docs", "1", "~/a.jsonl")
-    assert (tmp_path / "set" / "manifest.json").is_file()
+    texts = [f"the document {i} of the many documents {i * 7919 % 1000}" for i in range(300)]
+    prepare.learn_vocabulary("sp300", texts, tmp_path / "my.model")
+    run_script(monkeypatch, prepare, "--tokenizer=~/my.model", "--out=~/set", "--val-docs", "1", "~/a.jsonl")
+    run_script(monkeypatch, report, "~/set", "--tokenizer=~/my.model", "--texts=~/texts")
+    run_script(monkeypatch, convert, "~/set", "--tokenizer=~/my.model", "--out=~/set2")
+    assert (tmp_path / "set2" / "manifest.json").is_file() and (tmp_path / "texts").read_text() == '{"text": "one"}\n'
+
+
+def test_the_folder_one_is_in_has_its_name_in_the_manifest(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
+    monkeypatch.chdir(tmp_path)
+    assert make(monkeypatch, Path("set"), ".")["sources"] == [tmp_path.name]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", ""])
