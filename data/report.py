@@ -79,7 +79,7 @@ def report(options) -> list[str]:
     has_manifest = (folder / "manifest.json").exists()
     name, problems = compare_files(folder) if has_manifest else ("", [])
     if not options.tokenizer and not name:
-        raise ValueError(f"{folder} has no manifest.json that names a tokenizer: choose one with --tokenizer")
+        raise ValueError(f"there is no {folder / 'manifest.json'} that names a tokenizer: name another DATASET, or a --tokenizer")
     try:
         tokenizer = load_tokenizer(options.tokenizer or name)
         shards = check_with_trainer(folder, tokenizer)
@@ -106,8 +106,8 @@ def main() -> None:
     escape_what_cannot_be_printed()
     try:
         problems = report(parser.parse_args())
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"report.py: {error}")
+    except (ValueError, OSError, ImportError, KeyboardInterrupt) as error:
+        sys.exit(f"report.py: {str(error) or 'stopped'}")
     if problems:
         sys.exit("\n".join(["report.py: problems found", *problems]))
     print("no problems")

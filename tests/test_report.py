@@ -1,6 +1,7 @@
 """What data/report.py says of sets whose documents are known."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import report
@@ -58,6 +59,12 @@ def test_problems_of_the_shards(show_shards):
     assert show_shards([[1, 1, *byte_stream(" \n"), 1, 2, 5]], [[1, 1, *byte_stream(" \n"), 1, 2, 6]])[1] is None  # nothing but empty ones
     end = show_shards([train, [1, 260]], [val])[1]
     assert "cannot use this data set: " in end and "x_train_000001.bin holds token 260" in end
+
+
+def test_a_wrong_folder_and_ctrl_c_end_without_a_traceback(tmp_path, monkeypatch, show):
+    assert show(tmp_path / "typo")[1].endswith("typo/manifest.json that names a tokenizer: name another DATASET, or a --tokenizer")
+    monkeypatch.setattr(report, "load_tokenizer", Mock(side_effect=KeyboardInterrupt))
+    assert show(tmp_path, "--tokenizer", "byte260")[1] == "report.py: stopped"
 
 
 def test_files_are_compared_with_the_manifest(tmp_path, monkeypatch, show):
