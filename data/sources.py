@@ -521,6 +521,8 @@ class Reader:
         kind = format_of(path)
         if path.suffix.lower() in PACKINGS and path.with_suffix("").is_file():
             return "packed, beside the same unpacked"
+        if path.name.endswith("~"):  # an older version, most of it in both splits
+            return "backup copies (~)"
         if not path.exists():
             return "broken links"
         if not path.is_file() or kind in MARKUP:

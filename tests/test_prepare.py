@@ -156,6 +156,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     (folder / "link.txt").symlink_to(folder / "c.md")
     (folder / "link").symlink_to(other)
     (folder / "deep" / "loop").symlink_to(folder)
+    (folder / "c.md~").write_text("what c.md was before")
     (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
     (folder / "y.png").write_bytes(LFS)
     (folder / "letter.docx").write_bytes(b"PK\3\4" + bytes(99))
@@ -167,7 +168,7 @@ def test_every_file_of_a_folder_is_read_or_counted(tmp_path, monkeypatch, capsys
     assert sorted(found) == sorted([long, *map(ascii, names)])
     output = capsys.readouterr().out
     assert "found 7 files; skipped 2 given twice, " in output
-    assert all(part in output for part in ("1 .png", "1 .docx (convert to plain text)", "1 .doc (convert", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links"))
+    assert all(part in output for part in ("1 .png", "1 .docx (convert to plain text)", "1 .doc (convert", "1 hidden", "1 without", "1 placeholder of Git LFS", "1 broken links", "1 backup copies"))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scan("no such folder" if str(path) == str(folder / "deep") else path))
     with pytest.raises(SystemExit, match="^prepare.py: .*no such folder"):  # is not left out
