@@ -837,11 +837,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
     for name in given.keys() - FIELDS.keys():  # unknown here
-        text, origin = given.pop(name)
-        likeness = 0.85 if origin == "environment" else 0.5  # Spare others' variables.
-        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
+        (text, origin), near = given.pop(name), []
+        for likeness in (0.85, 0.75, 0.65, 0.5)[:1 if origin == "environment" else None]:
+            near = near or difflib.get_close_matches(name.upper(), FIELDS, 2, likeness)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
-        require(origin == "environment" and not near,
+        require(origin == "environment" and not near,  # Spare others' variables.
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
