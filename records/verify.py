@@ -78,11 +78,11 @@ def summarize(events: list[dict], machine: str, text: str, counts_windows: bool)
     score is that of rows or, where the track counts them and EVAL_STRIDE is set, of windows.
     Raises LookupError or TypeError if something is missing."""
     last = {event["event"]: event for event in events}
-    val = last["val"]
-    stride = last["config"]["config"].get("EVAL_STRIDE", 0) if counts_windows else 0
+    val, settings = last["val"], last["config"]["config"]
+    stride = settings.get("EVAL_STRIDE", 0) if counts_windows else 0
+    stride = min(stride, settings["TRAIN_SEQ_LEN"])  # as Validation.score takes it
     counted = last["windows"] if stride else last["final"]
     seed = {**last["config"], **last["export"], **counted, "stride": stride}
-    settings = seed["config"]
     names = sorted(seed["overrides"].keys() - MAY_DIFFER)
     scored = [last[kind]["eval_time_ms"] for kind in ("windows", "final") if kind in last]
     return {
