@@ -68,6 +68,8 @@ def read_seed(path: Path, code: bytes, track: dict, findings: Findings) -> dict 
     findings.check(not any(event["event"] == "resume" for event in events),
                    f"{name}: a record is one run from its first step to its end")
     findings.check(not slow, f"{name}: {slow}")
+    findings.check(f"val_bpb:{seed['val_bpb']:.8f}" in text, f"{path.name} lacks the score of "
+                   f"{name}.jsonl: it is cut off, or of another run")
     findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9), f"{name}: val_bpb "
                    f"{seed['val_bpb']} is not val_loss * tokens / (ln 2 * bytes) = {bits}")
     return seed
