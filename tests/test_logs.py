@@ -356,10 +356,11 @@ def test_a_growing_log_is_followed_through_a_resume_to_its_final_score(tmp_path,
 
 def test_a_tracker_that_fails_or_is_stopped_leaves_no_traceback(tmp_path, monkeypatch):
     client, log = Mock(), write_log(tmp_path / "run.jsonl")
-    client.init.side_effect = RuntimeError("api_key not configured")
     monkeypatch.setitem(sys.modules, "wandb", client)
-    with pytest.raises(SystemExit, match="^track.py: api_key not configured$"):
-        run_script(monkeypatch, track, "wandb", log)
+    for function, message in ((client.init.return_value.log, "No space left on device"), (client.init, "api_key not configured")):
+        function.side_effect = RuntimeError(message)
+        with pytest.raises(SystemExit, match=f"^track.py: {message}$"):
+            run_script(monkeypatch, track, "wandb", log)
     (tmp_path / "wandb.py").write_text("raise KeyboardInterrupt")  # Ctrl-C while it is loaded
     result = run_trainer(tmp_path, "wandb", log, script=track.__file__, environment={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == 1 and result.stderr == "track.py: stopped\n"

@@ -40,23 +40,23 @@ def main() -> None:
         path = find_log(options.run)
         events = read_history(path)
         send, close = open_tracker(options.tracker, path, events[0]["config"])
+        with suppress(KeyboardInterrupt):
+            while True:
+                for event in events:
+                    kind, step = event["event"], event.get("step")
+                    if kind in ("train", "val", "windows", "final") and (kind, step) not in sent:
+                        send({f"{kind}/{name}": value for name, value in event.items() if isinstance(value, int | float)}, step)
+                        sent.add((kind, step))
+                if options.once or any(event["event"] in ("final", "nonfinite") for event in events):
+                    break
+                time.sleep(2)
+                with suppress(OSError, ValueError):  # it is renamed when the run is resumed, and then empty for a moment
+                    events = read_history(path)
+        close()
     except ImportError as error:
         sys.exit(f"track.py: {error}; run: {interpreter()} -m pip install {options.tracker}")
-    except Exception as error:  # also a tracker's own, as without a login
+    except Exception as error:  # also a tracker's own, as without a login or on a full disk
         sys.exit(f"track.py: {error}")
-    with suppress(KeyboardInterrupt):
-        while True:
-            for event in events:
-                kind, step = event["event"], event.get("step")
-                if kind in ("train", "val", "windows", "final") and (kind, step) not in sent:
-                    send({f"{kind}/{name}": value for name, value in event.items() if isinstance(value, int | float)}, step)
-                    sent.add((kind, step))
-            if options.once or any(event["event"] in ("final", "nonfinite") for event in events):
-                break
-            time.sleep(2)
-            with suppress(OSError, ValueError):  # it is renamed when the run is resumed, and then empty for a moment
-                events = read_history(path)
-    close()
     print(f"{len(sent)} events sent from {path}")
 
 
