@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import common
 import events
@@ -447,18 +447,21 @@ def test_the_trainer_outlives_the_reader_of_its_output(tmp_path):
     assert process.stderr.read() == "something is wrong\n"
 
 
-def test_ctrl_c_after_the_training_reaches_the_tracker(tmp_path, monkeypatch):
-    """Which would wait for ever for a server, or for an event that a full disk has lost."""
+def test_after_the_training_ctrl_c_reaches_the_tracker_and_it_is_not_waited_for_long(tmp_path, monkeypatch, capsys):
+    """It would wait for ever for a server, or for an event that a full disk has lost."""
+    def wait(seconds):
+        signal.raise_signal(signal.SIGINT)
+        raise subprocess.TimeoutExpired("track.py", seconds)
+
     (tmp_path / "stand_in.py").write_text(STAND_IN.replace("while not signals", "while False").replace("sys.exit(130)", ""))
     monkeypatch.chdir(tmp_path)
     child = subprocess.Popen([sys.executable, "stand_in.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    tracking = Mock()
-    tracking.wait = lambda: signal.raise_signal(signal.SIGINT)
+    tracking = Mock(wait=wait)
     monkeypatch.setattr(start.subprocess, "Popen", lambda *words, **more: tracking)
     with start.signals_forwarded(child):
         outcome = start.follow(child, "wandb")
-    assert outcome.status == 0
-    tracking.send_signal.assert_called_once_with(signal.SIGINT)
+    assert outcome.status == 0 and tracking.method_calls == [call.send_signal(signal.SIGINT), call.kill()]
+    assert capsys.readouterr().out.endswith(" tools/track.py wandb x --once\n")
 
 
 def test_a_tracker_starts_when_the_log_has_begun(tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ SCRIPT = "train_gpt.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
            signal.SIGUSR2, signal.SIGXCPU)  # that the trainer is to have
 TRACKERS = ("wandb", "trackio", "tensorboard")
+TRACKER_S = 60  # for a tracker to send the rest after the training
 
 
 # ---- What to train ------------------------------------------------------------------
@@ -485,8 +486,13 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
     if tracking:
         if child.returncode:
             tracking.send_signal(signal.SIGINT)
-        with signals_forwarded(tracking):  # The trainer has ended.
-            tracking.wait()
+        try:
+            with signals_forwarded(tracking):  # The trainer has ended.
+                tracking.wait(TRACKER_S)
+        except subprocess.TimeoutExpired:
+            tracking.kill()
+            again = f"{interpreter()} tools/track.py {tracker} {shlex.quote(log.stem)} --once"
+            print(f"{tracker} has not taken all numbers; to send them later: {again}")
     used, waited = (sum(column) for column in zip(*times.values())) if times else (0, 0)
     status = child.returncode if child.returncode >= 0 else 128 - child.returncode
     if status and progress.signal:  # torchrun returns 1 then.
