@@ -186,13 +186,14 @@ def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):
     (["NUM_LAYER=2"], "", "did you mean NUM_LAYERS"), (["NUM_LAYERS=nine"], "", "NUM_LAYERS='nine'"),
     ([], "rehearsal", "has no line like '# tokenizer: sp1024'"), ([], "quik", "there is no .*quik.env; .*: cpu_1mb .*quick"),
     (["DATA_PATH=mine"], "", "DATA_PATH=mine does not exist in .*; you may mean DATA_PATH=.*/other/mine"),
-    (["DATA_PATH=other/mine"], "", "has no .*_val_.*.bin: .* data/prepare.py other/mine --tokenizer unigram1024 --out data/datasets/mine$"),
+    (["DATA_PATH=other/mine"], "", "has no .*_val_.*.bin: .*: '/my envs/python' data/prepare.py other/mine --tokenizer unigram1024 --out data/datasets/mine$"),
     (["DATA_PATH=x"], "cpu_1mb", "you may mean DATA_PATH=data/datasets/diary or DATA_PATH=data/datasets/plays$")])
 def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch, words, preset, message):
     Path("other/mine").mkdir(parents=True)
     for name in ("diary", "plays"):
         write_manifest(Path("data/datasets", name), 3_000_000)
     monkeypatch.setenv("OLDPWD", str(place / "other"))
+    monkeypatch.setattr(sys, "executable", "/my envs/python")
     with pytest.raises(ValueError, match=message):
         start.plan(words, preset)
     assert not calls

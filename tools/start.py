@@ -103,10 +103,10 @@ def check_data(data: str) -> None:
     if has_shards(path):
         return
     if path.exists():
-        prepare = [interpreter(), "data/prepare.py", data, "--tokenizer", "unigram1024", "--out",
+        prepare = ["data/prepare.py", data, "--tokenizer", "unigram1024", "--out",
                    f"data/datasets/{path.resolve().stem}"]
         raise ValueError(f"DATA_PATH={data} has no *_val_*.bin: if it is text, prepare it first: "
-                         f"{shlex.join(prepare)}")
+                         f"{interpreter()} {shlex.join(prepare)}")
     meant = sorted(str(folder) for folder in Path("data/datasets").glob("*") if has_shards(folder))
     if Path(called_from, data).exists():
         meant = [shlex.quote(str(called_from / data))]
@@ -503,7 +503,7 @@ def follow(child: subprocess.Popen, tracker: str) -> Outcome:
 def train(start: Start, tracker: str) -> Outcome:
     """Train and show it."""
     command = [*launcher(start.ranks), SCRIPT, *start.arguments]
-    print(shlex.join([interpreter(), *command[1:]]))
+    print(interpreter(), shlex.join(command[1:]))
     print("Bits per byte of text that it does not train on should fall.", flush=True)
     with (subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                            stderr=subprocess.PIPE, text=True, errors="replace",
