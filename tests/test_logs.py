@@ -102,7 +102,7 @@ def test_nothing_is_drawn_that_was_not_measured(tmp_path):
 
 def test_a_resumed_run_begins_with_its_older_log(tmp_path):
     write_log(tmp_path / "run.1767225600000000000.jsonl", steps=(1, 2, 3, 4, 5, 7), final=False, shift=9)
-    write_log(tmp_path / "run.05.jsonl", final=False, shift=90)  # of the run "run.05"
+    write_log(tmp_path / "run.20260131093000.jsonl", final=False, shift=90)  # of a run that is named so
     run = read(tmp_path / "run.jsonl", steps=(4, 5, 6), resume=3)
     assert [*plot.curve(run, "step", "train_loss").values()] == [(1, 13), (2, 12), (3, 11), (4, 1), (5, 0), (6, -1)]
     again = {"event": "val", "step": 2, "val_loss": 7, "val_bpb": 7, "train_time_ms": 2000}  # validated again on resuming

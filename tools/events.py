@@ -25,8 +25,8 @@ MODEL_FILE = "final_model.int8.ptz"
 RULE = "=" * 100  # divides source, machine and lines in a text log
 # Settings that do not change what is trained, so that the seeds of a record may differ in them.
 MAY_DIFFER_BETWEEN_SEEDS = {"SEED", "RUN_ID", "OUT_DIR", "RESUME", "CHECKPOINT_EVERY"}
-# The end of the name of a log from before a resume, a time in ns. With its many digits, "wd0.05" is not an older log of "wd0".
-OLDER = r"\.\d{10,}$"
+# The end of the name of a log from before a resume, a time in ns. By its 19 digits, it is no name such as "run.20260131093000".
+OLDER = r"\.\d{19}$"
 MAX_LISTED = 10  # runs in a message, the newest
 MANY_EPOCHS = 4  # readings of a text, after which a model may begin to learn it by heart
 RISE, GAP = 0.01, 1.0  # nats: of the validation loss above its lowest, and above the training loss
