@@ -489,10 +489,16 @@ def test_after_a_signal_to_torchrun_the_run_was_stopped_and_did_not_fail(tmp_pat
 
 def test_the_next_commands_are_for_the_repository_wherever_run_sh_was_called(place, monkeypatch, capsys):
     begin("mine.jsonl", 4, "train", OUT_DIR="logs/mine", DTYPE="float32", DATA_PATH="mine")
-    for called_from, said in ((place, ""), (place / "logs", f"The next commands are for the folder {place}.\n")):
+    there = f"The next commands are for the folder {place}.\n"
+    memory = " If memory ran out, set a lower MICRO_BATCH_TOKENS."  # as after Linux's OOM killer
+    for called_from, number, said in ((place, 2, "SIGINT after 4 steps.\n"), (place / "logs", 9, f"SIGKILL after 4 steps.{memory}\n{there}")):
         monkeypatch.setenv("OLDPWD", str(called_from))
-        start.conclude(start.Outcome(130, Path("logs/mine.jsonl"), start.Progress(step=4), 1.0))
-        assert capsys.readouterr().out.startswith(f"Stopped by SIGINT after 4 steps.\n{said}logs/mine.jsonl: the run has not ended")
+        start.conclude(start.Outcome(128 + number, Path("logs/mine.jsonl"), start.Progress(step=4), 1.0))
+        assert capsys.readouterr().out.startswith(f"Stopped by {said}logs/mine.jsonl: the run has not ended")
+    monkeypatch.setattr(start, "summarize", lambda log: "final_model.pt")
+    monkeypatch.setattr(start.subprocess, "run", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C during the sample
+    start.conclude(start.Outcome(0, Path("logs/mine.jsonl"), start.Progress(), 1.0))
+    assert capsys.readouterr().out.endswith("final_model.pt\n")
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait for a core")

@@ -526,13 +526,16 @@ def conclude(outcome: Outcome) -> None:
         return
     summary = summarize(log)
     if outcome.status > 128:
-        print(f"Stopped by {signal.Signals(outcome.status - 128).name} after {progress.step:,} steps.")
+        name = signal.Signals(outcome.status - 128).name
+        hint = " If memory ran out, set a lower MICRO_BATCH_TOKENS." * (name == "SIGKILL")
+        print(f"Stopped by {name} after {progress.step:,} steps.{hint}")
     elif outcome.status:
         print(f"The run failed after {progress.step:,} steps; the error is above.")
     elif "final_model" in summary:
         print("\nA sample of what it writes:", flush=True)
         sample = [sys.executable, "tools/sample.py", log.stem, "--length", "80"]
-        subprocess.run(sample, check=False)
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the sample alone.
+            subprocess.run(sample, check=False)
     if Path(os.environ.get("OLDPWD", ROOT)).resolve() != ROOT:
         print(f"The next commands are for the folder {ROOT}.")
     print(summary)
