@@ -408,6 +408,12 @@ def test_missing_packages_are_installed_from_any_folder(tmp_path, monkeypatch, c
         assert capsys.readouterr().err.endswith(f" -m pip install -r {file}\n")
 
 
+def test_a_lock_in_a_folder_that_is_a_dead_link_names_its_target(tmp_path):
+    (tmp_path / "logs").symlink_to("gone/logs")
+    with pytest.raises(FileNotFoundError, match="gone/logs"), common.only_one(tmp_path / "logs" / "x.lock"):
+        pass
+
+
 def test_a_machine_without_the_gpu_of_a_run_is_not_measured(monkeypatch):
     monkeypatch.setattr(common, "measure_tflops", lambda start: 9)
     monkeypatch.setattr(common, "gpu_names", lambda: ["NVIDIA L4"])

@@ -120,7 +120,7 @@ def can_lock(file) -> bool:
 def only_one(lock: Path):
     """Hold a lock file, and yield it open for the trainers to inherit. Raises ValueError if another command holds it, or a trainer
     that such a command has left."""
-    lock.parent.mkdir(exist_ok=True)
+    lock.parent.resolve().mkdir(exist_ok=True)  # An error names a dead link's target.
     with lock.open("w") as file:
         if not can_lock(file):
             raise ValueError(f"another command trains these runs, or a trainer that it has left ({lock} is locked): wait for it")
