@@ -272,14 +272,16 @@ def test_a_short_ladder(checkout, monkeypatch):
     """Three rungs of the real ladder, the last with two ranks, with a vocabulary that needs no download; and one that cannot be
     had is skipped, with what it sets."""
     import ladder
-    rungs = [rung for rung in ladder.RUNGS if rung[0] in ("overfit one batch", "float32", "two ranks (DDP)")]
+    rungs = [rung for rung in ladder.RUNGS if rung[0] in ("overfit one batch", "gradient accumulation, 4 times", "two ranks (DDP)")]
     monkeypatch.setattr(ladder, "RUNGS", [*rungs[:2], ("no kernel", "ATTN=cudnn"), rungs[2]])
     monkeypatch.setattr(ladder, "ROOT", checkout)
     make_shards(checkout / "data")
     extra = ["DATA_PATH=data/tiny", "TOKENIZER_PATH=byte260", "VOCAB_SIZE=260", "ITERATIONS=14", "MODEL_DIM=32",
-             "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu"]
+             "NUM_LAYERS=2", "TRAIN_SEQ_LEN=32", "TRAIN_BATCH_TOKENS=256", "VAL_BATCH_SIZE=256", "DEVICE=cpu", "TRAIN_LOG_EVERY=5"]
     (checkout / "logs" / "ladder_rung01").mkdir(parents=True)
     (checkout / "logs" / "ladder_rung01" / train_gpt.MODEL_FILE).touch()  # of an earlier climb
     text = ladder.climb("small", extra)
+    log = (checkout / "logs" / "ladder_rung02.jsonl").read_text()
+    assert '"TRAIN_BATCH_TOKENS": 1024,' in log and '"TRAIN_LOG_EVERY": 1,' in log  # each step is timed
     assert all(re.search(rf"\| {re.escape(rung[0])} \| .* \| \d+\.\d \(", text) for rung in rungs)
     assert "| no kernel | `ATTN=cudnn` | skipped |" in text and "- no kernel: `ATTN=cudnn" in text

@@ -15,18 +15,17 @@ import shutil
 import statistics
 import subprocess
 import sys
-from contextlib import chdir
 from pathlib import Path
 
 from common import ROOT, count_cores, hardware, only_one, table
-from events import check_logs, launcher, prepare_output, read_events
+from events import launcher, prepare_output, read_events
 from settings import pairs_of, words_of
 
 SHAPES = {
     "124M": "NUM_LAYERS=12 MODEL_DIM=768 NUM_HEADS=12 NUM_KV_HEADS=12 MLP_MULT=4 TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192",
     "small": "NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=4 MLP_MULT=4 TRAIN_SEQ_LEN=256 TRAIN_BATCH_TOKENS=1024"}
 COMMON = ("VOCAB_SIZE=50257 TOKENIZER_PATH=gpt2 ITERATIONS=50 MAX_WALLCLOCK_SECONDS=0 WARMUP_STEPS=0 WARMDOWN_ITERS=0 "
-          "VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1 GRAD_ACCUM_STEPS=1 OPTIMIZER=adamw ADAM_LR=3e-4 BETA2=0.999 FUSED=0 "
+          "VAL_LOSS_EVERY=0 GRAD_ACCUM_STEPS=1 OPTIMIZER=adamw ADAM_LR=3e-4 BETA2=0.999 FUSED=0 "
           "TIE_EMBEDDINGS=0 DTYPE=float32 MATMUL_PRECISION=highest COMPILE=0 ATTN=math")
 RUNGS = [  # name; the settings that it adds
     ("overfit one batch", "OVERFIT=1 ADAM_LR=3e-3"),
@@ -50,8 +49,9 @@ UNTIMED = 10  # steps before those that are timed
 def climb(shape: str, extra: list[str]) -> str:
     """Run all rungs, one after another, each with the settings of those before it that did not fail. Return the report.
     Raises ValueError if the first one fails, or if no step would be timed."""
-    below = pairs_of(f"{COMMON} {SHAPES[shape]}".split())
-    steps = {**below, **pairs_of(extra)}["ITERATIONS"]
+    below = pairs_of([*f"{COMMON} {SHAPES[shape]}".split(), *extra])
+    fixed = {name: text for name, text in pairs_of(extra).items() if name != "TRAIN_BATCH_TOKENS"}  # which a rung multiplies
+    steps = below["ITERATIONS"]
     if not steps.isdecimal() or int(steps) < UNTIMED + 3:
         raise ValueError(f"ITERATIONS={steps} must be {UNTIMED + 3} or more: the first {UNTIMED} steps are not timed")
     skipped, logs = {}, {}
@@ -63,7 +63,7 @@ def climb(shape: str, extra: list[str]) -> str:
             settings["TRAIN_BATCH_TOKENS"] = str(times * int(settings["TRAIN_BATCH_TOKENS"]))
             settings["GRAD_ACCUM_STEPS"] = "0"
         run_id = f"ladder_rung{number:02d}"
-        given = {**settings, "VAL_BATCH_SIZE": settings["TRAIN_BATCH_TOKENS"], **pairs_of(extra), "RUN_ID": run_id,
+        given = {**settings, "VAL_BATCH_SIZE": settings["TRAIN_BATCH_TOKENS"], **fixed, "TRAIN_LOG_EVERY": "1", "RUN_ID": run_id,
                  "OUT_DIR": f"logs/{run_id}"}
         environment = {name: text for name, text in os.environ.items() if name not in given}
         if ranks > 1:
@@ -130,12 +130,12 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="NAME=value", help="variables of train_gpt.py for every rung")
     options = parser.parse_args()
     try:
-        with chdir(ROOT):
-            check_logs()
         with only_one(ROOT / "logs" / "ladder.lock"):
             print("", climb(options.shape, options.settings), sep="\n", end="")
     except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("ladder.py: stopped")
 
 
 if __name__ == "__main__":
