@@ -81,7 +81,8 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     """In the OUT_DIR that the log names, unless that has the model of another run; without a name, that of the last run that
     ended, or the newest in logs/."""
     monkeypatch.chdir(trained)
-    assert sample.find_model("run").samefile(trained / "final_model.int8.ptz")
+    for name in ("run", "logs/run.jsonl", "logs/run"):
+        assert sample.find_model(name).samefile(trained / "final_model.int8.ptz")
     for copy in ("logs/input.txt.jsonl", "input.txt"):  # the text that a run is named after
         shutil.copy("logs/run.jsonl", copy)
     assert sample.find_model("input.txt").samefile(trained / "final_model.int8.ptz")

@@ -50,7 +50,8 @@ def find_model(name: str) -> Path:
     Raises ValueError."""
     check_logs()
     found = newest_first(f"*/{train_gpt.MODEL_FILE}")[::-1]
-    path, log, copied = Path(name), find_run(name), Path("logs", name, train_gpt.MODEL_FILE)
+    path, copied = Path(name), Path("logs", name, train_gpt.MODEL_FILE)
+    log = find_run(name) or find_run(name.removeprefix("logs/").removesuffix(".jsonl"))
     if not name:
         path = next(newest_models(), found[-1] if found else path)
     elif not log and not path.is_file() and copied.is_file():
