@@ -389,8 +389,10 @@ def test_runs_that_have_finished_are_told_from_others(tmp_path, monkeypatch):
 
 
 def test_a_score_that_is_not_finite_or_above_the_cap_is_said(tmp_path, capsys, monkeypatch):
-    path = write_log(tmp_path / "run.jsonl")
-    lines = path.read_text()
+    path = write_log(tmp_path / "run.jsonl", final=False)
+    write_lines(path, {"event": "nonfinite", "step": 5}, append=True)
+    assert "run.jsonl: the run has diverged: lower its rates or set GRAD_CLIP_NORM=1; its last event is of step 5\n" in events.summarize(path)
+    lines = write_log(path).read_text()
     for old, new, said in (('"val_bpb": [^,}]*', '"val_bpb": null', "final score is not finite"),
                            ('"config": {', '"config": {"SIZE_CAP": 1, ', "bytes of model and code, more than SIZE_CAP=1")):
         path.write_text("\n".join(re.sub(old, new, line) if '"final"' in line or "SIZE" in new else line

@@ -324,6 +324,8 @@ def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> s
     start, checkpoint = events[0], find_checkpoint(log, events)
     model = checkpoint or (export and find_artifact(log, start, export))
     step = max(event.get("step", 0) for event in events)
+    has_diverged = any(event["event"] == "nonfinite" for event in events)
+    end = "has diverged: lower its rates or set GRAD_CLIP_NORM=1" if has_diverged else "has not ended"
     if checkpoint:
         first, there_is = f"{resumption(log, start)}    # continue", f"the last is {checkpoint}"
     elif model:
@@ -333,7 +335,7 @@ def describe_unfinished(log: Path, events: list[dict], export: dict | None) -> s
         first = f"{repeated(log, start, {})}    # again"
         there_is = "there is none"
     commands = "\n             ".join([first, *next_steps(log, model, start)])
-    return f"""{log}: the run has not ended; its last event is of step {step:,}
+    return f"""{log}: the run {end}; its last event is of step {step:,}
 checkpoint   {there_is}
 next         {commands}"""
 
