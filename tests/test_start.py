@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -512,8 +513,9 @@ def test_busy_cores_are_said(monkeypatch, capsys):
         assert says in said and bool(said) == bool(says)
 
 
-def test_a_tracker_is_asked_for_before_the_start(place, monkeypatch):
-    monkeypatch.setattr(start, "find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, ModuleSpec("wandb", None)])  # the folder that another environment's has left
+def test_a_tracker_is_asked_for_before_the_start(place, monkeypatch, found):
+    monkeypatch.setattr(start, "find_spec", lambda name: found)
     with pytest.raises(SystemExit, match="--track wandb needs a package: .*python.* -m pip install wandb"):
         run_script(monkeypatch, start, "--track", "wandb", "DATA_PATH=x")
 

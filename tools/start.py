@@ -559,7 +559,8 @@ def main() -> None:
             preset_file(options.preset)
         if options.check:
             return
-        if options.track and not find_spec(options.track):
+        # Where wandb has run, its folder wandb/ looks like a package without an origin.
+        if options.track and not getattr(find_spec(options.track), "origin", None):
             install = f"{interpreter()} -m pip install {options.track}"
             raise ValueError(f"--track {options.track} needs a package: {install}")
         outcome = train(plan(options.settings, options.preset), options.track)
