@@ -496,6 +496,11 @@ def test_the_next_commands_are_for_the_repository_wherever_run_sh_was_called(pla
         monkeypatch.setenv("OLDPWD", str(called_from))
         start.conclude(start.Outcome(128 + number, Path("logs/mine.jsonl"), start.Progress(step=4), 1.0))
         assert capsys.readouterr().out.startswith(f"Stopped by {said}logs/mine.jsonl: the run has not ended")
+    Path("logs/empty.jsonl").touch()  # Ctrl-C before the first event
+    begin("lost.jsonl", 4, "final")
+    for name, said in (("empty", "logs/empty.jsonl is empty: the run has not begun"), ("lost", "'val_bpb'")):
+        start.conclude(start.Outcome(0, Path(f"logs/{name}.jsonl"), start.Progress(), 1.0))
+        assert capsys.readouterr().out == f"{there}There is no summary: {said}\n"
     monkeypatch.setattr(start, "summarize", lambda log: "final_model.pt")
     monkeypatch.setattr(start.subprocess, "run", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C during the sample
     start.conclude(start.Outcome(0, Path("logs/mine.jsonl"), start.Progress(), 1.0))

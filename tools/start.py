@@ -524,7 +524,10 @@ def conclude(outcome: Outcome) -> None:
               "train again.")
     if not log:
         return
-    summary = summarize(log)
+    try:
+        summary = summarize(log)
+    except (OSError, ValueError, LookupError) as error:  # A stop or a full disk left no event.
+        summary = f"There is no summary: {error}"
     if outcome.status > 128:
         name = signal.Signals(outcome.status - 128).name
         hint = " If memory ran out, set a lower MICRO_BATCH_TOKENS." * (name == "SIGKILL")
