@@ -129,7 +129,7 @@ def test_a_script_that_fails_ends_the_start_with_its_status(place, capfd):
     (0, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
     (2, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),  # one GPU is enough
     (3, [], "DROPOUT=0.3 ITERATIONS=35 VAL_LOSS_EVERY=4 @records/presets/quick.env", 1),
-    (3, ["INIT_FROM=mine"], "", 2),  # which can share a batch
+    (3, ["INIT_FROM=tiny"], "", 2),  # which can share a batch
     (0, ["TRAIN_BATCH_TOKENS=2048"], "DROPOUT=0.3 ITERATIONS=69 VAL_LOSS_EVERY=7 @records/presets/quick.env", 1),
     (0, ["DROPOUT=0.2", "ITERATIONS=9"], "VAL_LOSS_EVERY=1 @records/presets/quick.env", 1)])
 def test_a_small_text_gets_dropout_and_ten_epochs(place, calls, monkeypatch, capsys, gpus, words, wanted, ranks):
@@ -188,6 +188,7 @@ def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):
     ([], "rehearsal", "has no line like '# tokenizer: sp1024'"), ([], "quik", "there is no .*quik.env; .*: cpu_1mb .*quick"),
     (["DATA_PATH=mine"], "", "DATA_PATH=mine does not exist in .*; you may mean DATA_PATH=.*/other/mine"),
     (["DATA_PATH=other/mine"], "", "has no .*_val_.*.bin: .*: '/my envs/python' data/prepare.py other/mine --tokenizer unigram1024 --out data/datasets/mine$"),
+    (["INIT_FROM=gone.ptz"], "", "^INIT_FROM=gone.ptz does not exist in "), (["RESUME=gone.pt"], "", "^RESUME=gone.pt does not exist in "),
     (["DATA_PATH=x"], "cpu_1mb", "you may mean DATA_PATH=data/datasets/diary or DATA_PATH=data/datasets/plays$")])
 def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch, words, preset, message):
     Path("other/mine").mkdir(parents=True)

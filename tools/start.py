@@ -193,6 +193,10 @@ def plan(words: list[str], preset: str) -> Start:
     path, tokenizer = preset_file(preset) if preset else ("", "sp1024")
     files = [f"@{path}"] if preset else []
     given = {name: text for name, (text, _) in read_words(files + words, os.environ).items()}
+    for name in ("INIT_FROM", "RESUME"):
+        file = given.get(name, "auto")
+        if file != "auto" and not Path(file).exists():
+            raise ValueError(f"{name}={file} does not exist in {ROOT}")
     if given.get("RESUME") and (start := plan_resumption(files, words, given)):
         return start
     data = given.get("DATA_PATH", "")
