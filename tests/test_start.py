@@ -189,10 +189,10 @@ def test_what_the_user_says_wins_over_a_preset(place, calls, monkeypatch):
     (["DATA_PATH=mine"], "", "DATA_PATH=mine does not exist in .*; you may mean DATA_PATH=.*/other/mine"),
     (["DATA_PATH=other/mine"], "", "has no .*_val_.*.bin: .*: '/my envs/python' data/prepare.py other/mine --tokenizer unigram1024 --out data/datasets/mine$"),
     (["INIT_FROM=gone.ptz"], "", "^INIT_FROM=gone.ptz does not exist in "), (["RESUME=gone.pt"], "", "^RESUME=gone.pt does not exist in "),
-    (["DATA_PATH=x"], "cpu_1mb", "you may mean DATA_PATH=data/datasets/diary or DATA_PATH=data/datasets/plays$")])
+    (["DATA_PATH=x"], "cpu_1mb", "you may mean DATA_PATH=data/datasets/diary or DATA_PATH='data/datasets/my plays'$")])
 def test_mistakes_are_found_before_anything_is_fetched(place, calls, monkeypatch, words, preset, message):
     Path("other/mine").mkdir(parents=True)
-    for name in ("diary", "plays"):
+    for name in ("diary", "my plays"):
         write_manifest(Path("data/datasets", name), 3_000_000)
     monkeypatch.setenv("OLDPWD", str(place / "other"))
     monkeypatch.setattr(sys, "executable", "/my envs/python")

@@ -107,12 +107,12 @@ def check_data(data: str) -> None:
                    f"data/datasets/{path.resolve().stem}"]
         raise ValueError(f"DATA_PATH={data} has no *_val_*.bin: if it is text, prepare it first: "
                          f"{interpreter()} {shlex.join(prepare)}")
-    meant = sorted(str(folder) for folder in Path("data/datasets").glob("*") if has_shards(folder))
+    meant = sorted(filter(has_shards, Path("data/datasets").glob("*")))
     if Path(called_from, data).exists():
-        meant = [shlex.quote(str(called_from / data))]
+        meant = [called_from / data]
     advice = "data/prepare.py makes such a folder of your text"
     if meant:
-        advice = "you may mean " + " or ".join(f"DATA_PATH={other}" for other in meant)
+        advice = "you may mean " + " or ".join(f"DATA_PATH={shlex.quote(str(other))}" for other in meant)
     raise ValueError(f"DATA_PATH={data} does not exist in {ROOT}; {advice}")
 
 
