@@ -254,6 +254,10 @@ def test_a_run_is_repeated_or_continued_with_its_files_and_in_its_folder(tmp_pat
     assert first_command(elsewhere, preset, then=[saved]).endswith(f"{there} SEED=7 RUN_ID=a RESUME=auto")
     in_root = first_command(elsewhere, preset, log=tmp_path / "logs" / "a.jsonl")
     assert in_root == f"{tmp_path}/run.sh --preset cpu_1mb 'DATA_PATH=my texts'"
+    (tmp_path / "logs" / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "logs" / "a" / "checkpoints" / saved["file"]).touch()
+    in_root = first_command(tmp_path.parent, preset, log=tmp_path / "logs" / "a.jsonl", then=[saved])
+    assert in_root == f"{tmp_path.name}/run.sh 'DATA_PATH=my texts' RUN_ID=a RESUME=auto"
 
 
 def test_a_run_that_was_stopped_after_its_export_has_a_model(tmp_path, monkeypatch):

@@ -235,10 +235,12 @@ def name_best(events: list[dict]) -> str:
 
 
 def find_checkpoint(log: Path, events: list[dict]) -> Path | None:
-    """Return the last checkpoint of a run that is still there: one that it saved, or from which it was resumed."""
-    folder = Path(events[0]["config"].get("OUT_DIR", log.with_suffix("")), "checkpoints")
-    found = [folder / Path(event.get("file", "")).name for event in events if event["event"] in ("checkpoint", "resume")]
-    return next(filter(Path.is_file, reversed(found)), None)
+    """Return the last checkpoint of a run that is still there: one that it saved, or from which it was resumed; in its OUT_DIR, or
+    beside its log, as this may be another folder than it trained in."""
+    folders = events[0]["config"].get("OUT_DIR", ""), log.with_suffix("")
+    names = [Path(event.get("file", "")).name for event in reversed(events) if event["event"] in ("checkpoint", "resume")]
+    found = (Path(folder, "checkpoints", name) for name in names for folder in folders)
+    return next(filter(Path.is_file, found), None)
 
 
 def runner() -> str:
@@ -264,7 +266,7 @@ def repeated(log: Path, start: dict, changes: dict[str, str]) -> str:
 def resumption(log: Path, start: dict) -> str:
     """Return the command that continues a run from its checkpoint: run.sh finds most settings in the logs of its own folder."""
     given = given_settings(start)
-    if Path.cwd() != ROOT:
+    if log.absolute().parent != ROOT / "logs":
         return repeated(log, start, {**given, "RUN_ID": log.stem, "RESUME": "auto"})
     words = [f"{name}={given[name]}" for name in ("DATA_PATH", "OUT_DIR") if name in given]
     return f"{runner()} {shlex.join([*words, f'RUN_ID={log.stem}', 'RESUME=auto'])}"
