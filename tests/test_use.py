@@ -98,6 +98,7 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     (tmp_path / "logs" / "new.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "logs/new"'))
     with pytest.raises(ValueError, match="is the model of another run, not of new"):
         sample.find_model("new")
+    monkeypatch.setattr(sample, "MAX_LISTED", 1)
     (tmp_path / "logs" / "last.jsonl").write_text(log.replace('"OUT_DIR": "."', '"OUT_DIR": "elsewhere"'))
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(trained / "final_model.int8.ptz", tmp_path / "elsewhere")
@@ -112,7 +113,7 @@ def test_a_model_is_found_by_its_run(trained, tmp_path, monkeypatch):
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     for name, message in (("killed", "killed has no final model; give its checkpoint: .*checkpoints/killed_00000025.pt"),
-                          ("sooner", "neither a file nor a RUN_ID with a model in logs/")):
+                          ("sooner", "neither a file nor a RUN_ID with a model in logs/; the newest are: new$")):
         with pytest.raises(ValueError, match=message):
             sample.find_model(name)
     (tmp_path / "logs" / "begun.jsonl").touch()

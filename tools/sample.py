@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # before others' modules of thes
 import kv_cache  # noqa: E402
 import train_gpt  # noqa: E402
 from events import (  # noqa: E402
-    check_logs, find_checkpoint, find_run, limited, newest_first, prepare_output, read_events, read_outline,
+    MAX_LISTED, check_logs, find_checkpoint, find_run, limited, newest_first, prepare_output, read_events, read_outline,
 )
 from tokenization import Tokenizer, load_tokenizer  # noqa: E402
 
@@ -49,11 +49,11 @@ def find_model(name: str) -> Path:
     """Return the file `name`, the artifact of the run or in the folder `name`, or with "" that of the last run that ended.
     Raises ValueError."""
     check_logs()
-    found = newest_first(f"*/{train_gpt.MODEL_FILE}")[::-1]
+    found = newest_first(f"*/{train_gpt.MODEL_FILE}")
     path, copied = Path(name), Path("logs", name, train_gpt.MODEL_FILE)
     log = find_run(name) or find_run(name.removeprefix("logs/").removesuffix(".jsonl"))
     if not name:
-        path = next(newest_models(), found[-1] if found else path)
+        path = next(newest_models(), found[0] if found else path)
     elif not log and not path.is_file() and copied.is_file():
         path = copied  # a folder without its log
     elif log:  # also where a file has this name: a run may be named after its text
@@ -69,8 +69,8 @@ def find_model(name: str) -> Path:
     if not path.is_file():
         if log and (checkpoint := find_checkpoint(log, read_outline(log))):
             raise ValueError(f"{name} has no final model; give its checkpoint: {checkpoint}")
-        runs = ", ".join(path.parent.name for path in found) or "none"
-        raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; there are: {runs}")
+        runs = ", ".join(path.parent.name for path in found[:MAX_LISTED]) or "none"
+        raise ValueError(f"{name!r} is neither a file nor a RUN_ID with a model in logs/; the newest are: {runs}")
     return path
 
 
