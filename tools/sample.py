@@ -39,10 +39,8 @@ def newest_models() -> Iterator[Path]:
     """Yield the artifacts of the runs that ended, by the times of their logs, the newest first: a copied file has another time."""
     for log in newest_first("*.jsonl"):
         with suppress(ValueError, LookupError, TypeError, OSError):
-            latest = {event["event"]: event for event in read_outline(log)}
-            path = Path(latest["config"]["config"]["OUT_DIR"], train_gpt.MODEL_FILE)
-            if "final" in latest and sha256(path.read_bytes()).hexdigest() == latest["export"]["artifact_sha256"]:
-                yield path
+            if any(event["event"] == "final" for event in read_outline(log)):
+                yield find_model(log.stem)
 
 
 def find_model(name: str) -> Path:
