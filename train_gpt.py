@@ -125,7 +125,7 @@ class Config:
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # or gpt2, byte260
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first available
     matmul_precision: Literal["highest", "high", "medium"] = "high"  # of float32 products
-    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # 0: off
+    compile: Literal["auto", "0", "1", "blocks"] = "auto"  # 0: off; 1: the whole model
     attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
@@ -1384,9 +1384,8 @@ def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
     mode, model = trainer.config.compile, trainer.model
     torch.compiler.reset()  # An earlier run of this process may have filled its cache.
-    options = {"mode": "max-autotune-no-cudagraphs"} if mode == "max-autotune" else {}
     for part in model.blocks if mode == "blocks" else [model]:
-        part.compile(dynamic=False, fullgraph=True, **options)
+        part.compile(dynamic=False, fullgraph=True)
     if mode == "blocks":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
