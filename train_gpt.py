@@ -650,6 +650,8 @@ class Trainer:
         """Return to a `state_dict` and start the clock."""
         self.model.load_state_dict(dict(state["model"]))  # no _metadata: see load_weights
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            for group in old["param_groups"]:  # Another device may have saved it.
+                group["fused"] = optimizer.defaults.get("fused")
             optimizer.load_state_dict(old)
         self.scaler.load_state_dict(state["scaler"])
         self.clock.set(int(state["step"]), float(state["time_ms"]))

@@ -108,6 +108,18 @@ def test_micro_batches_compute_what_one_batch_does():
         torch.testing.assert_close(step_of(make_trainer(micro_batch_tokens=size)), whole, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_loaded_state_leaves_the_kernel_of_adam_to_the_device(saved):
+    """A Mac's GPU, which never has FUSED, resumes what its CPU saved, and the reverse. Both go on counting steps."""
+    old, new = make_trainer(fused=saved), make_trainer(fused=not saved)
+    batch = micro_batches(tiny_config(), torch.zeros(4, 33).long())
+    old.train_step(batch)
+    new.load_state_dict(old.state_dict())
+    assert {group["fused"] for group in new.optimizers["adam"].param_groups} == {None if saved else True}
+    new.train_step(batch)
+    assert new.optimizers["adam"].state[new.model.skip_weights]["step"] == 2
+
+
 needs_compiler = pytest.mark.skipif(sys.platform != "linux" or not shutil.which(os.environ.get("CXX", "g++")),
                                     reason="there is no C++ compiler")
 
