@@ -588,7 +588,8 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
         level = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     falling = config.min_lr + (1 - config.min_lr) * min(1.0, level)
     rising = (step + 1) / max(1, config.lr_warmup_steps)
-    part = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
+    steps = config.muon_momentum_warmup_steps
+    part = min(1.0, step / steps) if steps else 1.0
     momentum = (1 - part) * config.muon_momentum_warmup_start + part * config.muon_momentum
     return min(rising, falling), momentum
 

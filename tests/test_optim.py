@@ -87,6 +87,13 @@ def test_learning_rates(changes, wanted):
     assert {place: train_gpt.schedule(config, *place)[0] for place in wanted} == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("steps, wanted", [(0, [0.9, 0.9, 0.9]), (1, [0.5, 0.9, 0.9]), (2, [0.5, 0.7, 0.9])])
+def test_the_momentum_grows_over_its_warm_up(steps, wanted):
+    """Without one it is full from step 0 on, as published."""
+    config = tiny_config(muon_momentum_warmup_start=0.5, muon_momentum=0.9, muon_momentum_warmup_steps=steps)
+    assert [train_gpt.schedule(config, step, 0.0)[1] for step in range(3)] == pytest.approx(wanted)
+
+
 def step_of(trainer):
     """The loss, the norm and the gradients with which the optimizers step, from weights of which none is zero: the
     projections' zeros would hide all gradients behind them."""
