@@ -1421,8 +1421,7 @@ def run(config, overrides: dict, source: str) -> int:
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    # Strings of OF_RUN, such as paths, may differ.
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths may differ.
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
