@@ -1335,7 +1335,7 @@ def resolve(config, ranks) -> Config:
     fallback = "float16" if device == "cuda" else "float32"  # A T4 has no bfloat16.
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
-    if config.compile == "auto":
+    if config.compile == "auto" or not config.iterations:
         modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
         config = replace(config, compile=modes[device] if config.iterations else "0")
     config = plan_batch(config, ranks)
@@ -1441,7 +1441,7 @@ def run(config, overrides: dict, source: str) -> int:
         set_aside(*[path for path in list_checkpoints(config) if path.name > start])
     del checkpoint  # Frees the mapped file, unless a CPU's moments still share it.
     with signals_kept(clock):
-        if config.iterations and config.compile != "0":
+        if config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
             compile_model(trainer, loader)
         warm_up(trainer, loader, log)
