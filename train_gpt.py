@@ -10,7 +10,7 @@ C head width. "As published" means: as in the script of the parameter-golf chall
 """
 from pathlib import Path
 
-SOURCE = Path(__file__).read_text("utf-8")  # first: it may be edited during the imports
+SOURCE = Path(__file__).read_text("utf-8")  # before the imports, as it may be edited then
 
 import difflib
 import gc
@@ -48,7 +48,7 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # stop a run
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # other tools', near ours
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # names that others use
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # past settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # parts of names, as published; some match nothing
@@ -255,7 +255,7 @@ def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
     what followed an earlier token (modded-nanogpt#169; 0 to 0.08 bpb less)."""
     pairs = k.size(3) // 2
-    num_kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, half of them
+    num_kept = rope_dims // 2 or pairs // 2  # pairs that stay: those that rotate, or half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < num_kept, k, token_before(k))
 
@@ -309,7 +309,7 @@ def dropout(x, rate):
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
-    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)
+    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)  # never 0 / 0
 
 class Block(nn.Module):
     """Attention and MLP on a stream x (B, T, D), into which the embedding x0 is mixed."""
@@ -333,7 +333,7 @@ class LaneBlock(Block):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, by its name: see CONTROL
+        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, as CONTROL has resid_mix
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -370,7 +370,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # Compiling would fix a float.
+        rate = torch.zeros(()) if config.dropout else None  # A graph freezes floats.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
@@ -553,7 +553,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last steps (falling rates) read each row once: epoch 1e6.
+        # If two epochs fit, the run ends with a whole one, number 1e6, at falling rates.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
@@ -608,7 +608,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one, as gradients come at once
+                           bucket_cap_mb=1 << 20)  # one: a graph's gradients come at once
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -666,8 +666,8 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        is_end = is_done and (config.checkpoint_every or saved_step)  # else RESUME=auto goes back
-        saves = is_end or is_due(clock.step, config.checkpoint_every)
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # or RESUME=auto goes back
+        saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: what follows can take long
             saved_step = clock.step
@@ -727,7 +727,7 @@ def start_ranks(config) -> Ranks:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPUs: repeatable
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPU runs repeat.
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
@@ -771,7 +771,7 @@ def choose_attention(config, device: torch.device) -> str:
     elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
         kernels.insert(0, "tiled")  # It is slow uncompiled; longer rows need much memory.
     width = config.model_dim // config.num_heads
-    most = 1024 if device.type == "cpu" else 4096  # `math` takes long, or memory.
+    most = 1024 if device.type == "cpu" else 4096  # `math` is slow, and takes memory.
     length = min(max(64, config.train_seq_len), most)
     options = dict(dtype=getattr(torch, config.dtype), device=device, requires_grad=True)
     group = config.num_heads // config.num_kv_heads  # query heads that share a key
@@ -933,7 +933,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             import sentencepiece
             kind = "sentencepiece"
             model = sentencepiece.SentencePieceProcessor(model_file=path)
-            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
+            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")  # a space
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
                 # caseops tokenizers mark letters' case by these tokens of score 0.
@@ -998,7 +998,7 @@ class Validation:
         starts = np.concatenate(([0], stops[:-1]))
         # With gradients, this runs the graph compiled for training; a second hardly pays.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             chosen = slice(first, first + batch)
@@ -1026,7 +1026,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
-        scales = (limits / levels).clamp_min(1e-7).half()[:, None]
+        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # as stored
     rounded = (rows / scales).round().clamp(-levels, levels)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
@@ -1424,8 +1424,8 @@ def run(config, overrides: dict, source: str) -> int:
     settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths may differ.
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
-    code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
-    require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
+    crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
+    require(ranks.max(crc, -crc) == [crc, -crc], "the ranks differ in settings or data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
     if checkpoint:
