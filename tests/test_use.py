@@ -328,7 +328,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", 
         "SLURM_JOB_ID": "12034"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "rack[1-2]n[3-4],x1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 @pytest.fixture
@@ -357,6 +357,8 @@ def test_ranks_and_the_first_machine_are_found_under_every_launcher(tmp_path, la
         assert found[:5] == wanted.split() and 29500 <= int(found[5]) < 30500, errors
     assert launched({**MPICH, "MASTER_PORT": "2"})[0][5] == "2"
     assert launched({**MPICH, "PBS_JOBID": "1.x"})[0][5] != launched({**MPICH, "PBS_JOBID": "2.x"})[0][5]
+    for variables, wanted in ((SRUN, ["12"]), ({**SRUN, "OMP_NUM_THREADS": "3"}, ["3"]), (MPICH, [])):  # the cores that srun gives a process
+        assert launched({**variables, "SLURM_CPUS_PER_TASK": "12"})[0][6:] == wanted and not launched(SRUN)[0][6:]
     assert "knows only" in launched({})[1] and "must be set to the address of rank 0" in launched(OPEN_MPI)[1]
 
 

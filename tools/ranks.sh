@@ -13,6 +13,9 @@ export RANK=${!rank:?tools/ranks.sh knows only Open MPI, MPICH, PALS and srun} W
 : "${!local_size:?must be set}"
 export LOCAL_WORLD_SIZE=${!local_size%%[!0-9]*}  # Slurm writes 4(x2)
 [[ ${CUDA_VISIBLE_DEVICES-,} = *,* ]] || LOCAL_RANK=0  # the process sees one GPU only
+if [ "$rank" = SLURM_PROCID ] && [ -n "${SLURM_CPUS_PER_TASK-}" ]; then  # The process has these cores for itself.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS-$SLURM_CPUS_PER_TASK}
+fi
 if [ -z "${MASTER_ADDR-}" ]; then
   nodes=${SLURM_JOB_NODELIST-}
   [ "$rank" != SLURM_PROCID ] || nodes=$SLURM_STEP_NODELIST
