@@ -571,9 +571,8 @@ class TokenLoader:
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
-    The rates fall by a cosine after the warm-up (arXiv:1608.03983); or linearly in the last
-    WARMDOWN_FRACTION of the run; or, as published, in its last WARMDOWN_ITERS steps, or in
-    the time that they take."""
+    The rates fall by a cosine after the warm-up (arXiv:1608.03983), or linearly: over the
+    last WARMDOWN_FRACTION of the run or, as published, WARMDOWN_ITERS steps or their time."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
