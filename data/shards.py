@@ -47,7 +47,7 @@ def sha256_of(path: Path) -> str:
 
 def sync(path: Path) -> None:
     """See that what was written to a file is on the disk, where it outlives a power cut."""
-    with path.open("r+b") as file:
+    with path.open("rb") as file:  # It may be a copy of a file that nobody may write.
         os.fsync(file.fileno())
 
 
