@@ -285,7 +285,7 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
 
 
 def test_runs_that_hang_or_are_killed_are_named(tmp_path):
-    runner, log = ablate.Runner(1, print, patience=0.4), tmp_path / "run.jsonl"
+    runner, log = ablate.Runner(1, print, patience=0.7), tmp_path / "run.jsonl"
     log.touch()
     os.utime(log, (1, 1))
     assert runner.start([sys.executable, "-c", "import time; time.sleep(60)"], sys.stderr, log).startswith("it hung: its log has not grown")
@@ -299,7 +299,7 @@ def test_runs_that_hang_or_are_killed_are_named(tmp_path):
 
 def test_a_run_on_a_machine_that_slept_has_not_hung(tmp_path, monkeypatch):
     """The machine sleeps for an hour when the run has begun its log."""
-    runner, log, now = ablate.Runner(1, print, patience=0.4), tmp_path / "run.jsonl", time.time
+    runner, log, now = ablate.Runner(1, print, patience=0.7), tmp_path / "run.jsonl", time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * log.exists())
     writes = f"import time\nfor _ in range(8): open({str(log)!r}, 'a').write('x'); time.sleep(0.1)"
     assert runner.start([sys.executable, "-c", writes], sys.stderr, log) == ""
@@ -367,6 +367,9 @@ def test_no_run_is_trained_twice(tmp_path, monkeypatch):
         other.pool.submit(other.start, [sys.executable, "-c", code], lock, tmp_path)
         while not other.processes:
             time.sleep(0.01)
+    patient = ablate.Arm("mine", tmp_path, {}, plan=plan, content=content)
+    ablate.Runner(1, print, patience=0.3).train((patient, 1))  # The run that was left writes no log.
+    assert (patient.verdict, patient.reason) == ("failed", f"it hangs; to end it: pkill -9 -f 'RUN_ID={name}'")
     waits = runners[2].pool.submit(runners[2].train, (arm, 1))
     time.sleep(0.5)
     write_log(tmp_path, name, 1, 1.4)

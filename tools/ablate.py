@@ -42,7 +42,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -207,10 +206,18 @@ class Runner:
         if jobs > 1 and not self.environment.get("OMP_NUM_THREADS"):
             self.environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // jobs))
 
+    def hangs(self, is_over, log: Path) -> bool:
+        """Wait for the end of a run. Return whether its log did not grow for `patience` before."""
+        size, quiet_s = 0, 0.0
+        while not (has_ended := is_over()) and quiet_s <= self.patience:
+            time.sleep(0.2)
+            before, size = size, log.stat().st_size if log.exists() else 0
+            quiet_s = quiet_s + 0.2 if size == before else 0.0  # a clock counts sleep
+        return not has_ended
+
     def start(self, command: list[str], lock, log: Path) -> str:
         """Run a command, which holds the locked file, too; return its error, or ""."""
-        place, size, quiet_s = self.places.get(), 0, 0.0
-        look_s = min(5, self.patience or 1)  # 0 would not wait
+        place = self.places.get()
         try:
             # A pipe would stay open as long as any process that the run has left.
             with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -220,12 +227,7 @@ class Runner:
                 self.processes.append(process)
                 if self.is_stopping:
                     process.terminate()
-                while process.poll() is None and quiet_s <= self.patience:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(look_s)
-                    before, size = size, log.stat().st_size if log.exists() else 0
-                    quiet_s = quiet_s + look_s if size == before else 0.0  # a clock counts sleep
-                if process.poll() is None:
+                if self.hangs(lambda: process.poll() is not None, log):
                     process.kill()
                     process.wait()
                     return "it hung: its log has not grown for longer than --patience"
@@ -245,9 +247,9 @@ class Runner:
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
             if not can_lock(lock):
-                self.say(f"{name}: waiting for another command, which trains it")
-            while not (can_lock(lock) or self.is_stopping or arm.verdict):
-                time.sleep(1)
+                self.say(f"{name}: waiting for the run of another command, or one that it has left")
+            if self.hangs(lambda: can_lock(lock) or self.is_stopping or arm.verdict, log):
+                arm.verdict, arm.reason = "failed", f"it hangs; to end it: pkill -9 -f 'RUN_ID={name}'"
             run = read_run(log)
             if not (self.is_stopping or arm.verdict or arm.has(run, seed)):
                 error = self.start(command, lock, log) or error
@@ -448,8 +450,7 @@ def shared_options(description: str) -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
     parser.add_argument("--settings", nargs="*", action="extend", default=[],
-                        metavar="VARIABLE=value",
-                        help="settings of all runs; SEED is the first seed")
+                        metavar="VARIABLE=value", help="of all runs; SEED is the first seed")
     parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
                         help="the gain that matters (default: %(default)s)")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
