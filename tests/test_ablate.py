@@ -297,6 +297,17 @@ def test_runs_that_hang_or_are_killed_are_named(tmp_path):
     assert ablate.Runner(1, print).start([sys.executable, "-c", leaves], sys.stderr, log) == "" and time.monotonic() - started < 5
 
 
+def test_a_forgotten_breakpoint_ends_a_run(tmp_path):
+    """It would wait for the terminal, which is silent, at a prompt that nobody sees."""
+    terminal, before = os.pipe(), os.dup(0)
+    os.dup2(terminal[0], 0)
+    try:
+        error = ablate.Runner(1, print, patience=9).start([sys.executable, "-c", "input()"], sys.stderr, tmp_path / "run.jsonl")
+    finally:
+        os.dup2(before, 0)
+    assert error == "status 1, EOFError: EOF when reading a line"
+
+
 def test_a_run_on_a_machine_that_slept_has_not_hung(tmp_path, monkeypatch):
     """The machine sleeps for an hour when the run has begun its log."""
     runner, log, now = ablate.Runner(1, print, patience=0.7), tmp_path / "run.jsonl", time.time

@@ -153,7 +153,7 @@ def make_plans(arms: list[Arm], environment: dict) -> None:
         words = words_of({"RUN_ID": arm.name, **arm.settings})
         command = [sys.executable, ROOT / "tools" / "probe.py", arm.script, "plan", *words]
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                                errors="replace", check=False)
+                                errors="replace", check=False, stdin=subprocess.DEVNULL)
         answer = result.stdout.strip().rpartition("\n")[2]  # the last line
         if result.returncode or not answer.startswith("{"):
             end = describe_end(result.returncode, result.stderr)
@@ -222,7 +222,7 @@ class Runner:
             # A pipe would stay open as long as any process that the run has left.
             with tempfile.TemporaryFile("w+", errors="replace") as errors:
                 process = subprocess.Popen(command, cwd=ROOT, env={**self.environment, **place},
-                                           stdout=subprocess.DEVNULL, stderr=errors,
+                                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
                                            pass_fds=[lock.fileno()] if os.name == "posix" else [])
                 self.processes.append(process)
                 if self.is_stopping:

@@ -90,7 +90,7 @@ def score_artifact(script: Path, artifact: Path, config: dict, tokens: np.ndarra
         np.save(Path(place, "tokens.npy"), tokens)
         command = [sys.executable, __file__, "train_gpt.py", "score", *words]
         result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True,
-                                errors="replace", check=False)
+                                errors="replace", check=False, stdin=subprocess.DEVNULL)
     if result.returncode:
         raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
     found = json.loads((result.stdout.splitlines() or ["{}"])[-1])
