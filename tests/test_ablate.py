@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import ablate
 import effects
@@ -431,6 +432,10 @@ def test_a_run_whose_data_were_moved_is_scored_on_those_of_the_plan(tmp_path, mo
     arm = ablate.Arm("mine", tmp_path, {}, plan={"config": {"DATA_PATH": "now"}}, runs=[run])
     ablate.check_scores(arm, print)
     assert texts == ["now"] and arm.runs[0].checked == "" and not arm.verdict
+    arm.runs[0].checked = None
+    monkeypatch.setattr(probe, "check_artifact", Mock(side_effect=ValueError("it gives no logits: status -9, ")))
+    ablate.check_scores(arm, print)  # "Invalid" would say that it cheats.
+    assert (arm.verdict, arm.reason) == ("failed", "run: it gives no logits: status -9, ") and arm.runs[0].checked is None
 
 
 FORWARD = "return self.loss(self.hidden(tokens), targets)"

@@ -163,8 +163,9 @@ def test_what_only_training_or_many_calls_show_is_found_in_the_artifact(tmp_path
     assert "by its logits, the artifact scores" in check(bpb=events[-1]["val_bpb"] - 0.002)[1]
     calls = f"self.calls = getattr(self, 'calls', 0) + 1; {leak(PLACES, 'self.calls > 31')}"
     assert check(INPUT, calls)[1]
-    with pytest.raises(ValueError, match="answers instead"):
-        check(INPUT, f"print('{{}}', flush=True); os._exit(0); {INPUT}")
+    assert "answers instead" in check(INPUT, f"print('{{}}', flush=True); os._exit(0); {INPUT}")[1]
+    with pytest.raises(ValueError, match="it gives no logits: status -9, "):
+        check(INPUT, f"os.kill(os.getpid(), 9); {INPUT}")
 
 
 def test_a_clock_that_loses_time_is_found():

@@ -16,8 +16,8 @@ others are compared with. All train with seed after seed, until each gets a verd
     undecided  --most-seeds are not enough; repeat the command with more, and it goes on
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss
                is not theirs, or an artifact does not score what its log says. Not noticed: training
-               on the validation text, several updates in a step
-    failed     a run failed
+               on the validation text, several updates in a step or, with --seconds, a slow clock
+    failed     a run failed, or its model could not be scored again
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
 the same script, settings, data, seed, PyTorch and GPU are not repeated, so a command that was
@@ -287,7 +287,7 @@ def check_scores(arm: Arm, say) -> None:
                 text = read_text(arm.plan["config"])  # The run's data may have been moved.
                 _, run.checked = check_artifact(arm.script, model_of(run), config, text, run.bpb)
             except ValueError as error:  # perhaps for lack of memory: not for the log
-                arm.verdict, arm.reason = "invalid", str(error)
+                arm.verdict, arm.reason = "failed", f"{run.log.stem}: {error}"
                 return
             with run.log.open("a", encoding="utf-8") as file:
                 print(json.dumps({"event": "checked", "reason": run.checked}), file=file)

@@ -92,10 +92,10 @@ def score_artifact(script: Path, artifact: Path, config: dict, tokens: np.ndarra
         result = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True,
                                 errors="replace", check=False, stdin=subprocess.DEVNULL)
     if result.returncode:
-        raise ValueError(f"the model gives no logits: {result.stderr[-300:]}")
+        raise ValueError(f"it gives no logits: status {result.returncode}, {result.stderr[-300:]}")
     found = json.loads((result.stdout.splitlines() or ["{}"])[-1])
     if found.get("to") != answer_to:
-        raise ValueError("the script answers instead of probe.py")
+        return np.zeros(0), "the script answers instead of probe.py"
     return np.array(found["nats"]), found["reason"]
 
 
