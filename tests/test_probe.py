@@ -44,6 +44,8 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
                                    "other rows"),
     "a smaller loss": (FORWARD, FORWARD + " * 0.9", "not the cross entropy"),
     "a slightly smaller loss": (FORWARD, FORWARD + " - 3e-4", "not the cross entropy"),
+    "a smaller loss, also PyTorch's": (FORWARD, "F.cross_entropy = lambda logits, *rest, **more: 0.9 * F.nll_loss(logits.log_softmax(-1), *rest, "
+                                       f"**more)\n        {FORWARD} * 0.9", "not the cross entropy"),
     "targets in the logits": (FORWARD, "return self.loss(self.hidden(tokens) + 0.1 * self.tok_emb(targets), targets)",
                               "not the cross entropy"),
     "a smaller loss in batches of validation": (FORWARD, f"{FORWARD} - 0.002 * ({SIZE})", "not the cross entropy"),
@@ -66,6 +68,7 @@ FEATURES = ["COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1", "LANES=1", "EXCLUSIVE_ATT
 def plan_of(tmp_path, monkeypatch, source: str, *more: str) -> dict:
     """Return what probe.py plans with a script on the tiny text."""
     monkeypatch.setitem(sys.modules, "train_gpt", None)  # put back at the end
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", torch.nn.functional.cross_entropy)  # put back, too
     script = tmp_path / "train_gpt.py"
     script.write_text(source, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -163,6 +166,8 @@ def test_what_only_training_or_many_calls_show_is_found_in_the_artifact(tmp_path
     assert "by its logits, the artifact scores" in check(bpb=events[-1]["val_bpb"] - 0.002)[1]
     calls = f"self.calls = getattr(self, 'calls', 0) + 1; {leak(PLACES, 'self.calls > 31')}"
     assert check(INPUT, calls)[1]
+    config["DATA_PATH"] = str(tmp_path / "tiny")  # which a script could learn by heart
+    assert check(INPUT, f"assert not [*Path(self.config.data_path).glob('*.bin')]; {INPUT}")[1] == ""
     assert "answers instead" in check(INPUT, f"print('{{}}', flush=True); os._exit(0); {INPUT}")[1]
     with pytest.raises(ValueError, match="it gives no logits: status -9, "):
         check(INPUT, f"os.kill(os.getpid(), 9); {INPUT}")

@@ -7,8 +7,8 @@ equal: a row alone and in its batch; training and evaluation mode; with gradient
 inference mode; loss and cross entropy; the score by the script's validation and by its logits.
 
 Not found: training on the validation text, several updates in a step, times that are false in all
-of a log, a script that recognises this file, and scores that are false by less than 0.001 bits per
-byte.
+of a log, a script that recognises this file or changes PyTorch, and scores that are false by less
+than 0.001 bits per byte.
 """
 
 import copy
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy, pad
 
 ROOT = Path(__file__).resolve().parent.parent
 APART = 1e-4  # of logits and nats in float32; shapes and kernels moved logits by 1.4e-5
@@ -76,7 +76,7 @@ def score_artifact(script: Path, artifact: Path, config: dict, tokens: np.ndarra
     `config` is a log's "config", with all settings as they were used, `tokens` are read_text's.
     Returns the nats of each row, or of each window that moves by `stride` (N,), and why the
     artifact must not be scored, or "". Raises ValueError if the model gives no logits."""
-    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "EVAL_STRIDE": stride}
+    own = {"INIT_FROM": "artifact.ptz", "COMPILE": 0, "EVAL_STRIDE": stride, "DATA_PATH": "."}
     if config["DEVICE"] != "cpu":
         own |= {"DEVICE": "auto", "ATTN": FLOAT32_ATTN}
     words = [f"{name}={value}" for name, value in {**config, **own}.items() if value != ""]
@@ -158,7 +158,7 @@ def is_apart(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of logits (B, T, V) and targets (B, T) by row, float64 (B,)."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).sum(1, dtype=torch.float64)
 
 
@@ -169,7 +169,7 @@ def score_windows(model, tokens: torch.Tensor, config, stride: int) -> torch.Ten
     length, batch, last = config.train_seq_len, rows_at_once(config), len(tokens) - 1
     windows, device = 1 + math.ceil((last - length) / stride), tokens.device
     stops = (length + stride * torch.arange(windows, device=device)).clamp(max=last)
-    starts = F.pad(stops[:-1], (1, 0))  # of what a window scores
+    starts = pad(stops[:-1], (1, 0))  # of what a window scores
     nats = []
     for start, stop in zip(starts.split(batch), stops.split(batch)):
         places = stop[:, None] - length + torch.arange(length, device=device)
