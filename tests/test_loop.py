@@ -263,6 +263,15 @@ def test_a_loop_goes_on_in_a_project_that_was_renamed(tmp_path, monkeypatch):
     [half], trained = [*seen.glob("*_val_*.bin")], [*seen.glob("*_train_*.bin")]
     assert half.read_bytes() == before and half.stat().st_mtime == 99  # so runs in logs/ are of this text
     assert len(trained) == 2 and all(link.exists() for link in trained)
+    shard = trained[0].resolve()
+    os.utime(shard, (2e9, 2e9))
+    with pytest.raises(ValueError, match=f"{shard} has changed since the loop began"):
+        open_in(tmp_path / "new")
+    os.utime(seen, (2e9, 2e9))
+    assert open_in(tmp_path / "new").state == loop.state
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard} has changed"):
+        open_in(tmp_path / "new")
 
 
 # ---- A whole loop ----------------------------------------------------------------------

@@ -365,6 +365,10 @@ def open_loop(options, environment: dict) -> Loop:
         divide_text(Path(start.plan["config"]["DATA_PATH"]), loop.folder / "loop")
         loop.state["settings"] = {**settings, "DATA_PATH": seen}
         loop.save()
+    for file in Path(seen).glob("*.bin"):
+        if not file.exists() or file.stat().st_mtime > os.stat(seen).st_mtime:
+            raise ValueError(f"{file.resolve()} has changed since the loop began: use another "
+                             f"folder, or, if only its date is new, touch {seen}")
     return loop
 
 
