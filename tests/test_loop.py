@@ -170,6 +170,32 @@ def test_no_seed_is_used_twice(folder, monkeypatch):
     assert [idea["name"] for idea in again["ideas"]] == [*"abcdef", "b"] and again["ideas"][-1]["verdict"] == "kept"
 
 
+def test_what_failed_is_tried_again_at_the_next_start(folder, monkeypatch):
+    """Here, c is killed before its first run, and f in it. Of an idea that was edited, only the new content is tried."""
+    def make_plans(arms, environment):
+        if arms[0].name.endswith("_c"):
+            arms[0].verdict = "failed"
+            raise ValueError("2_c is failed: the script cannot be used: ended by SIGKILL")
+
+    def with_memory(best, arms, *more):
+        rows = compare(best, arms, *more)
+        for arm in arms:
+            arm.verdict = ""
+        return rows
+
+    monkeypatch.setattr(loops, "make_plans", make_plans)
+    compare, first = loops.compare, run(folder, Runner())
+    assert [idea["verdict"] for idea in first["ideas"]] == ["dropped", "kept", "failed", "kept", "invalid", "failed"]
+    assert "ended by SIGKILL; the next start tries it again |" in (folder / "loop.md").read_text()
+    monkeypatch.setattr(loops, "make_plans", lambda *arguments: None)
+    monkeypatch.setattr(loops, "compare", with_memory)
+    (folder / "f.env").write_text("MLP_SLOPE=0.01")
+    os.utime(folder / "f.env", (9, 9))
+    again = run(folder, Runner())["ideas"]
+    assert [idea["name"] for idea in again] == [*"abcdef", "f"]
+    assert [idea["verdict"] for idea in again] == ["dropped", "kept", "dropped", "kept", "invalid", "failed", "dropped"]
+
+
 def test_each_verdict_is_printed_when_it_is_made(folder):
     runner, made = Runner(jobs=6), []
     runner.say = lambda text: made.append((text.split()[0], runner.work))

@@ -5,7 +5,7 @@
 
 An idea is a file in the folder: NAME.py, a script, or NAME.env, with one VARIABLE=value a line; if
 both are there, the script with these settings. A changed file is a new idea. More may be added at
-any time. Each is compared with the best model so far:
+any time. What failed is tried again at the next start. Each is compared with the best model so far:
 
     screening      1 to 4 seeds that all ideas share; what does not look better is dropped
     confirmation   4 to 16 seeds that nothing has used; what is clearly better is kept, and the
@@ -30,10 +30,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from ablate import (
-    FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options,
-    train_all,
-)
+from ablate import FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options, train_all
 from common import ROOT, load_json, only_one, require_packages, run_command, table, write_whole
 from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import prepare_output, read_events
@@ -100,7 +97,7 @@ class Loop:
     the next seed that nothing has used, the seeds of the screening, the ideas as they came,
     the numbers of those that were kept, whether each confirmation kept its idea, and claims."""
     def __init__(self, folder: Path, settings: dict, seed: int, diff: float):
-        self.folder, self.diff = folder, diff
+        self.folder, self.diff, self.retries = folder, diff, True
         file = folder / "loop.json"
         if file.exists():
             self.state = json.loads(file.read_text(encoding="utf-8"))
@@ -134,9 +131,10 @@ class Loop:
         return range(first, first + count)
 
     def find_ideas(self) -> bool:
-        """Add the ideas that are new in the folder, oldest first: NAME.py, NAME.env, or both.
-        Return whether a file is empty, or so new that it may still be written."""
-        known = {(idea["name"], idea["digest"]) for idea in self.state["ideas"]}
+        """Add new ideas, NAME.py, NAME.env, or both, oldest first; at the start, also what failed.
+        Return whether a file is so new, or new and empty, that it may still be written."""
+        known = {(idea["name"], idea["digest"], Path(idea["copy"]).suffix): idea
+                 for idea in self.state["ideas"]}
         ideas, unfinished = defaultdict(list), set()
         for file in sorted([*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]):
             about = file.stat()
@@ -145,13 +143,16 @@ class Loop:
                 unfinished.add(file.stem)
         ages = {name: max(file.stat().st_mtime for file in files) for name, files in ideas.items()}
         for name in sorted(ideas.keys() - unfinished, key=lambda name: (ages[name], name)):
-            content = b"".join(file.read_bytes() for file in ideas[name])
-            digest = sha256(content).hexdigest()[:12]
-            if (name, digest) not in known:
+            digest = sha256(b"".join(map(Path.read_bytes, ideas[name]))).hexdigest()[:12]
+            idea = known.get((name, digest, ideas[name][-1].suffix))
+            if idea is None:
                 copy = self.keep_copies(f"{len(self.state['ideas']):03d}_{digest}", ideas[name])
                 self.state["ideas"].append({"name": name, "digest": digest, "copy": copy,
                                             "verdict": "", "why": ""})
                 self.save()
+            elif idea["verdict"] == "failed" and self.retries:  # perhaps for lack of memory
+                idea["verdict"] = ""
+        self.retries = False
         return bool(unfinished)
 
     def arm_of(self, numbers: list[int]) -> Arm:
@@ -176,8 +177,9 @@ def row_of(idea: dict) -> list:
     """Return an idea as a row of loop.md."""
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
     interval = "{low:+.4f} to {high:+.4f}".format(**idea) if "low" in idea else ""
-    return [idea["name"], effect, interval, idea.get("pairs", ""), idea["verdict"] or "waiting",
-            idea["why"]]
+    why = idea["why"] + "; the next start tries it again" * (idea["verdict"] == "failed")
+    return [idea["name"], effect, interval, str(idea.get("pairs", "")),
+            idea["verdict"] or "waiting", why]
 
 
 def divide_text(data: Path, folder: Path) -> None:
@@ -230,11 +232,6 @@ def note(idea: dict, arm: Arm, differences: list[float]) -> None:
         idea |= {"low": effect.low, "high": effect.high, "p": effect.p}
 
 
-def tell(idea: dict, runner: Runner) -> None:
-    """Print an idea's verdict."""
-    runner.say("  ".join(map(str, row_of(idea))))
-
-
 def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
     """Screen ideas, and confirm those that remain until one is kept; the others then wait."""
     ideas, kept, arms = loop.state["ideas"], loop.state["kept"], {}
@@ -242,13 +239,13 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
     make_plans([best], runner.environment)
     for number in numbers:
         try:
-            arm = loop.arm_of([*kept, number])
-            make_plans([arm], runner.environment)
-            check_against(best, arm)
-            arms[number] = arm
-        except (ValueError, OSError) as error:
-            ideas[number] |= {"verdict": "invalid", "why": str(error)}
-            tell(ideas[number], runner)
+            arms[number] = loop.arm_of([*kept, number])
+            make_plans([arms[number]], runner.environment)
+            check_against(best, arms[number])
+        except ValueError as error:
+            verdict = arms.pop(number, best).verdict  # "failed" if the script cannot be used
+            ideas[number] |= {"verdict": verdict or "invalid", "why": str(error)}
+            runner.say("  ".join(row_of(ideas[number])))
     for count in range(1, SCREENED + 1):
         loop.save()
         if not arms:
@@ -260,7 +257,7 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
                 why = f"screening, pair {count}" if any(differences) else UNCHANGED
                 ideas[number] |= {"verdict": "dropped", "why": why}
             if ideas[number]["verdict"]:
-                tell(ideas[number], runner)
+                runner.say("  ".join(row_of(ideas[number])))
                 del arms[number]
     loop.save()
     for number, arm in arms.items():
@@ -284,7 +281,7 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
         growth = 100 * (arm.runs[0].artifact_bytes / best.runs[0].artifact_bytes - 1)
         why = f"confirmation: p = {idea['p']:.2g}, level {level:.2g}; {growth:+.1f} % bytes"
         idea |= {"verdict": verdict, "why": why}
-    tell(idea, runner)
+    runner.say("  ".join(row_of(idea)))
     state["confirmed"].append(idea["verdict"] == "kept")
     if idea["verdict"] == "kept":
         state["kept"].append(number)
@@ -304,10 +301,9 @@ def measure_claim(loop: Loop, runner: Runner) -> None:
     tokens, size = read_text({**start.plan["config"], **unseen})
     nats = [nats_of_blocks(best, two, tokens) - nats_of_blocks(start, one, tokens)
             for one, two in pairs]
-    claim = claim_of(np.array(nats) / math.log(2) / size * BLOCKS)
-    claim |= {"name": "best against start", "verdict": "measured",
-              "why": f"on new seeds and {size:,} bytes that no other run has scored"}
-    loop.state["claims"].append(claim)
+    about = {"name": "best against start", "verdict": "measured",
+             "why": f"on new seeds and {size:,} bytes that no other run has scored"}
+    loop.state["claims"].append(about | claim_of(np.array(nats) / math.log(2) / size * BLOCKS))
     loop.save()
 
 
@@ -339,8 +335,7 @@ def draw(loop: Loop) -> None:
         axes.errorbar([place], [value], yerr=[reach], fmt="o", color=color, capsize=3)
         if idea["verdict"] in colors:
             side = {"kept": "bottom", "measured": "top"}[idea["verdict"]]  # So labels are apart.
-            label = plain_label(idea["name"]) + "  "
-            axes.annotate(label, (place, value), ha="right", va=side)
+            axes.annotate(plain_label(idea["name"]) + "  ", (place, value), ha="right", va=side)
         if idea["verdict"] == "kept":
             level += idea["effect"]
         path.append((place, level))
