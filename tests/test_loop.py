@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +197,26 @@ def test_what_failed_is_tried_again_at_the_next_start(folder, monkeypatch):
     assert [idea["verdict"] for idea in again] == ["dropped", "kept", "dropped", "kept", "invalid", "failed", "dropped"]
 
 
+def test_odd_names_and_lost_copies_are_no_trap(folder):
+    name = "idée $x " + "é" * 90  # 192 bytes, of which a log's name has few
+    (folder / f"{name}.env").write_text("MLP_SLOPE=0.01")
+    os.utime(folder / f"{name}.env", (9, 9))
+    assert run(folder, Runner())["ideas"][-1]["verdict"] == "dropped"
+    (folder / "a.env").rename(folder / "a.py")  # what should have been a script
+    loop = loops.Loop(folder, {"ITERATIONS": "9"}, 1, 0.002)
+    loop.find_ideas()
+    assert [idea["name"] for idea in loop.state["ideas"]] == [*"abcdef", name, "a"]
+    assert re.fullmatch(r"6_id_e__x__*", loop.arm_of([6]).name) and len(loop.arm_of([6]).name) < 100
+    loop.state["ideas"][0]["name"] = "\udcff"  # a byte that is not UTF-8
+    loop.save()
+    shutil.rmtree((folder / loop.state["ideas"][1]["copy"]).parent)
+    with pytest.raises(ValueError, match="there is no .*settings.env"):
+        loop.arm_of([1])
+    (folder / "loop.json").write_text("{]")
+    with pytest.raises(ValueError, match="loop.json is not JSON"):
+        loops.Loop(folder, {"ITERATIONS": "9"}, 1, 0.002)
+
+
 def test_each_verdict_is_printed_when_it_is_made(folder):
     runner, made = Runner(jobs=6), []
     runner.say = lambda text: made.append((text.split()[0], runner.work))
@@ -239,11 +260,11 @@ def test_half_written_ideas_and_mistyped_folders_wait(folder, monkeypatch, capsy
     loop = loops.Loop(folder, {}, 1, 0.002)
     (folder / "new.env").write_text("MLP_SLOPE=")
     (folder / "empty.env").touch()
-    os.utime(folder / "empty.env", (99, 99))
+    os.utime(folder / "empty.env", (time.time() - 30, time.time() - 30))
     assert loop.find_ideas() and not {"new", "empty"} & {idea["name"] for idea in loop.state["ideas"]}
-    (folder / "empty.env").unlink()
-    os.utime(folder / "new.env", (99, 99))
-    assert not loop.find_ideas() and "new" in {idea["name"] for idea in loop.state["ideas"]}
+    os.utime(folder / "empty.env", (99, 99))  # --finish would wait for it for ever,
+    os.utime(folder / "new.env", (2e9, 2e9))  # and until 2033
+    assert not loop.find_ideas() and {"new", "empty"} <= {idea["name"] for idea in loop.state["ideas"]}
     monkeypatch.setattr(sys, "argv", ["loop.py", str(folder / "ideass"), "--settings", "ITERATIONS=9"])
     with pytest.raises(SystemExit, match="^2$"):
         loops.main()

@@ -100,7 +100,7 @@ class Loop:
         self.folder, self.diff, self.retries = folder, diff, True
         file = folder / "loop.json"
         if file.exists():
-            self.state = json.loads(file.read_text(encoding="utf-8"))
+            self.state = load_json(file)
             if self.state["given"] != [settings, diff]:
                 raise ValueError(f"{file} was made with other settings, {self.state['given']}: "
                                  "repeat them, or use another folder")
@@ -112,8 +112,9 @@ class Loop:
 
     def save(self) -> None:
         write_whole(self.folder / "loop.json", json.dumps(self.state, indent=1))
-        lines = table(HEADER, map(row_of, self.state["ideas"] + self.state["claims"]))
-        write_whole(self.folder / "loop.md", "\n".join(lines) + "\n")
+        lines = [*table(HEADER, map(row_of, self.state["ideas"] + self.state["claims"])), ""]
+        text = "\n".join(lines).encode(errors="backslashreplace")  # Names may be no UTF-8.
+        write_whole(self.folder / "loop.md", text.decode())
 
     def keep_copies(self, name: str, files: list[Path]) -> str:
         """Copy an idea's files, which may be edited later. Return a copy's path in the folder."""
@@ -139,7 +140,7 @@ class Loop:
         for file in sorted([*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]):
             about = file.stat()
             ideas[file.stem].append(file)
-            if not about.st_size or time.time() - about.st_mtime < 1:
+            if abs(time.time() - about.st_mtime) < (1 if about.st_size else 60):
                 unfinished.add(file.stem)
         ages = {name: max(file.stat().st_mtime for file in files) for name, files in ideas.items()}
         for name in sorted(ideas.keys() - unfinished, key=lambda name: (ages[name], name)):
@@ -161,12 +162,12 @@ class Loop:
         arm = Arm("start", script, dict(self.state["settings"]))
         for place in numbers:
             idea = self.state["ideas"][place]
-            arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}")
-            place = (self.folder / idea["copy"]).parent
-            if (place / "train_gpt.py").exists():
-                arm.script = place / "train_gpt.py"
-            if (place / "settings.env").exists():
-                own, _ = read_settings(place / "settings.env")
+            arm.name = re.sub(r"[^\w.-]", "_", f"{place}_{idea['name']}", flags=re.ASCII)[:99]
+            copy = self.folder / idea["copy"]
+            if copy.suffix == ".py":
+                arm.script = copy
+            if copy.suffix == ".env" or copy.with_name("settings.env").exists():
+                own, _ = read_settings(copy.with_name("settings.env"))
                 for variable in sorted((FOR_ALL | {"DATA_PATH"}) & own.keys()):
                     raise ValueError(f"{variable} must be equal in all runs")
                 arm.settings |= own
