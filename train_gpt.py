@@ -704,8 +704,8 @@ def find_ranks() -> list[int]:
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        require(os.environ.get(name, "1") == "1", f"{name} is not 1, but {names} are not all set: "
-                "use torchrun or tools/ranks.sh")
+        require((os.environ.get(name) or "1") == "1", f"{name} is not 1, but {names} are not "
+                "all set: use torchrun or tools/ranks.sh")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -800,7 +800,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     """The text and origin of each name that is set. Raises ValueError, OSError."""
     words = []
     for file in (argument for argument in arguments if argument.startswith("@")):
-        lines = Path(file[1:]).read_text("utf-8-sig", errors="replace").splitlines()
+        lines = Path(file[1:]).expanduser().read_text("utf-8-sig", errors="replace").splitlines()
         words += [(line, file) for line in lines if line and line[0] != "#"]
     words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]

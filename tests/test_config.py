@@ -32,7 +32,7 @@ def test_defaults_are_the_published_ones():
     assert sum(p.numel() for p in train_gpt.GPT(config).parameters()) == 17_059_912
 
 
-def test_arguments_win_over_the_environment_and_both_over_files(tmp_path):
+def test_arguments_win_over_the_environment_and_both_over_files(tmp_path, monkeypatch):
     first, second = tmp_path / "a.env", tmp_path / "b.env"
     first.write_text("# a preset\n\nNUM_LAYERS=3\nMODEL_DIM=64\nSEED=1\n")
     second.write_text("MODEL_DIM=128")
@@ -42,6 +42,8 @@ def test_arguments_win_over_the_environment_and_both_over_files(tmp_path):
     second.write_text("MODEL_DIMS=128")
     with pytest.raises(ValueError, match=r"MODEL_DIMS='128' \(@.*b.env\) is not a variable .* did you mean MODEL_DIM"):
         train_gpt.load_config([f"@{second}"], {})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train_gpt.load_config(["@~/a.env"], {})[0].seed == 1
     with pytest.raises(OSError, match="No such file"):
         train_gpt.load_config(["@none.env"], {})
     second.write_text("NUM_LAYERS=2", encoding="utf-16")

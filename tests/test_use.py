@@ -381,7 +381,7 @@ def test_a_job_goes_on_only_if_it_saved_a_checkpoint(script, tmp_path):
 
 @pytest.mark.parametrize("variables, wanted", [
     ({}, [0, 1, 0, 1]), (TORCHRUN, [3, 4, 1, 2]), ({**SRUN, **TORCHRUN}, [3, 4, 1, 2]),  # torchrun, started by srun
-    (BATCH, [0, 1, 0, 1]),  # one process in a job
+    (BATCH, [0, 1, 0, 1]), ({"WORLD_SIZE": ""}, [0, 1, 0, 1]),  # one process in a job
     ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE is not 1, but"), (OPEN_MPI, "use torchrun or tools/ranks.sh"),
     (PALS, "PMI_SIZE is not 1, but"), (SRUN, "SLURM_STEP_NUM_TASKS is not 1, but")])
 def test_ranks_are_those_of_torchruns_variables_or_one(monkeypatch, variables, wanted):
