@@ -151,7 +151,7 @@ class Config:
             require(isinstance(value, str) or low <= value <= high,
                     f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads, width = self.num_heads, self.model_dim
-        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
+        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must divide by 2 * {heads} heads")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
                 f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}; 0: all")
         require(heads % self.num_kv_heads == 0,
