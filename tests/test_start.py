@@ -418,7 +418,7 @@ def test_on_a_terminal_a_line_moves_and_ctrl_c_reaches_the_trainer_once(tmp_path
     assert "step 0, 0 s: 3.2100 bits per byte\r\n" in shown and "\rsomething is wrong\r\n" in re.sub(" {10,}\r", "", shown)
     assert re.search(MOVING, shown) and "seed:1" not in shown
     assert "warning: signals: 1\r\n" in shown
-    assert "Stopped by SIGINT after 26 steps." in shown
+    assert "Stopped by Ctrl-C after 26 steps." in shown
     assert "train_gpt.py 'DATA_PATH=my texts' NUM_LAYERS=3    # again" in shown
 
 
@@ -493,7 +493,7 @@ def test_the_next_commands_are_for_the_repository_wherever_run_sh_was_called(pla
     begin("mine.jsonl", 4, "train", OUT_DIR="logs/mine", DTYPE="float32", DATA_PATH="mine")
     there = f"The next commands are for the folder {place}.\n"
     memory = " If memory ran out, set a lower MICRO_BATCH_TOKENS."  # as after Linux's OOM killer
-    for called_from, number, said in ((place, 2, "SIGINT after 4 steps.\n"), (place / "logs", 9, f"SIGKILL after 4 steps.{memory}\n{there}")):
+    for called_from, number, said in ((place, 2, "Ctrl-C after 4 steps.\n"), (place / "logs", 9, f"SIGKILL after 4 steps.{memory}\n{there}")):
         monkeypatch.setenv("OLDPWD", str(called_from))
         start.conclude(start.Outcome(128 + number, Path("logs/mine.jsonl"), start.Progress(step=4), 1.0))
         assert capsys.readouterr().out.startswith(f"Stopped by {said}logs/mine.jsonl: the run has not ended")

@@ -10,6 +10,7 @@ what is chosen here. PYTHON names the interpreter that makes .venv.
 """
 
 import argparse
+import difflib
 import glob
 import math
 import os
@@ -277,6 +278,9 @@ def plan_resumption(files: list[str], words: list[str], given: dict[str, str]) -
     checkpoints = list_checkpoints(of_log) or list_checkpoints(named)
     paths = checkpoints if given["RESUME"] == "auto" else [Path(given["RESUME"])]
     if not paths and not events:
+        runs = [log.stem for log in newest_first("*.jsonl")]
+        for near in difflib.get_close_matches(named.run_id, runs, 1, 0.8):
+            print(f"There is no run {named.run_id} in logs/; did you mean RUN_ID={near}?")
         return None  # The trainer says that there is no checkpoint.
     if paths:
         log = find_writer(paths[0])
@@ -533,7 +537,7 @@ def conclude(outcome: Outcome) -> None:
     except (OSError, ValueError, LookupError) as error:  # A stop or a full disk left no event.
         summary = f"There is no summary: {error}"
     if outcome.status > 128:
-        name = signal.Signals(outcome.status - 128).name
+        name = signal.Signals(outcome.status - 128).name.replace("SIGINT", "Ctrl-C")
         hint = " If memory ran out, set a lower MICRO_BATCH_TOKENS." * (name == "SIGKILL")
         print(f"Stopped by {name} after {progress.step:,} steps.{hint}")
     elif outcome.status:
@@ -555,7 +559,7 @@ def main() -> None:
     parser.add_argument("--preset", default="", metavar="NAME", help=", ".join(presets()))
     parser.add_argument("--track", default="", choices=TRACKERS,
                         help="also send the numbers to this tracker")
-    parser.add_argument("--check", action="store_true", help="only check these arguments")
+    parser.add_argument("--check", action="store_true", help="only check the form of these arguments")
     options = parser.parse_intermixed_args()
     os.chdir(ROOT)
     try:
