@@ -217,8 +217,7 @@ def test_finished_runs_are_kept_and_a_trainer_that_is_left_keeps_others_away(roo
 
 def test_settings_are_the_bases_then_those_of_files_then_the_commands(root):
     base = next(root.glob("records/track_tiny/*_Control")).name
-    preset = REPOSITORY / "records" / "presets" / "quick.env"
-    options = argparse.Namespace(base=f"track_tiny/{base}", settings=["NUM_LAYERS=5", f"@{preset}"])
+    options = argparse.Namespace(base=f"track_tiny/{base}", settings=["NUM_LAYERS=5", f"@{REPOSITORY}/records/presets/quick.env"])
     found = make.plan_settings(options, {"settings": {"DEVICE": ["cuda"]}})
     assert found.items() >= {"NUM_LAYERS": "5", "MODEL_DIM": "192", "DEVICE": "cpu", "TOKENIZER_PATH": "byte260"}.items()
     options.settings = ["DATA_PATH=others"]  # whose manifest has these
@@ -244,8 +243,7 @@ def test_all_committed_records_are_as_they_say_and_can_be_bases(monkeypatch):
     monkeypatch.setattr(make, "ROOT", REPOSITORY)
     for folder in {path.parent for path in records.glob("track_*/*/submission.json")}:
         assert verify.verify_record(folder)[0] == [], folder
-        options = argparse.Namespace(base=f"{folder.parent.name}/{folder.name}", settings=[])
-        settings = make.plan_settings(options, {})
+        settings = make.plan_settings(argparse.Namespace(base=f"{folder.parent.name}/{folder.name}", settings=[]), {})
         train_gpt.load_config([f"{name}={text}" for name, text in settings.items()], {})
 
 
