@@ -1210,7 +1210,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping soon (torchrun: in 30 s); Ctrl-\\ stops now\n")
+                os.write(2, b"stopping soon; Ctrl-\\ stops now\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:

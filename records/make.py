@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -93,12 +94,11 @@ def run_seeds(options, track: dict, settings: dict[str, str]) -> list[str]:
             else:
                 command = [*launcher(options.ranks), "train_gpt.py", *words_of(own)]
                 # A trainer that outlives this command holds its lock.
-                with subprocess.Popen(command, cwd=ROOT, env=environment,
-                                      pass_fds=[lock.fileno()]) as trainer:
+                with subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[lock.fileno()]) as trainer:
+                    signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())  # It may reach this process alone.
                     status = trainer.wait()
                 if status:
-                    raise ValueError(f"{run_id} ended with status {status}: see above; once it is "
-                                     "mended, run the same command again")
+                    raise ValueError(f"{run_id} ended with status {status}: see above; then run the same command again")
             problems, rules = verify.Findings(), {**track, "min_seeds": 1}
             with TemporaryDirectory() as place:
                 copy_run(Path(place), run_id)

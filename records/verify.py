@@ -66,7 +66,7 @@ def read_seed(path: Path, code: bytes, track: dict, findings: Findings) -> dict 
     findings.check(logged == (digest, digest, len(code)), f"{name}: its script is not train_gpt.py")
     findings.check(name == f"train_seed{seed['seed']}", f"{path.name} has SEED={seed['seed']}")
     findings.check(not any(event["event"] == "resume" for event in events),
-                   f"{name}: a record is one run from its first step to its end")
+                   f"{name}: it was resumed, but a record is one run from its first step to its end")
     findings.check(not slow, f"{name}: {slow}")
     findings.check(f"val_bpb:{seed['val_bpb']:.8f}" in text, f"{path.name} lacks the score of {name}.jsonl")
     findings.check(math.isclose(seed["val_bpb"], bits, rel_tol=1e-9), f"{name}: val_bpb "

@@ -90,7 +90,7 @@ def pin(folder: Path, **values) -> None:
 
 
 MISTAKES = {
-    "a resumed run": (lambda f: change(f, "train", event="resume"), "a record is one run from its first step to its end"),
+    "a resumed run": (lambda f: change(f, "train", event="resume"), "it was resumed, but a record is one run from its first step to its end"),
     "a link": (lambda f: ((f / "curve.png").unlink(), (f / "curve.png").symlink_to("README.md")), "curve.png is missing, or a link"),
     "an unfinished run": (lambda f: change(f, "final", event="other"), "train_seed2: a log is missing, unfinished or damaged"),
     "a script changed after the runs": (lambda f: edit(f / "train_gpt.py", "DEVICES", "DEVICE"), "train_seed2: its script is not train_gpt.py"),
@@ -210,7 +210,7 @@ def test_finished_runs_are_kept_and_a_trainer_that_is_left_keeps_others_away(roo
     assert capsys.readouterr().out.count("has already finished") == 2
     with pytest.raises(ValueError, match="^seed 1: bytes is .*, more than 90,000; the other seeds are not trained"):
         make.run_seeds(options, {**TRACK, "max_bytes": 90_000}, settings)
-    for message in ("Control_seed1 ended with status 3: see above; once it is mended, run the same command again", "or a trainer that it has left"):
+    for message in ("Control_seed1 ended with status 3: see above; then run the same command again", "or a trainer that it has left"):
         with pytest.raises(ValueError, match=message):
             make.run_seeds(options, TRACK, {**settings, "MATRIX_LR": "0.3"})
 
