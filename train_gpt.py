@@ -91,7 +91,7 @@ class Config:
     train_batch_tokens: AtLeast1 = 393216  # tokens in a step, over all ranks
     qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
-    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
+    init: Literal["baseline", "gpt2", "by_name"] = "baseline"  # by_name: one seed a tensor
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
     optimizer: Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; else AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
@@ -373,6 +373,8 @@ class GPT(nn.Module):
         rate = torch.zeros(()) if config.dropout else None  # A graph freezes floats.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
+            if config.init == "by_name":  # Then shapes change no other weights.
+                torch.manual_seed(config.seed + zlib.crc32(name.encode()))
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
                 depth = 2 * config.num_layers if ".proj." in name else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
@@ -380,6 +382,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name == "tok_emb.weight" and config.tie_embeddings:
                 nn.init.normal_(p, std=config.tied_embed_init_std)
+            elif config.init == "by_name" and re.match("blocks.*weight", name):
+                nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # as nn.Linear does
         pairs = width // config.num_heads // 2
         exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
         # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
@@ -899,8 +903,7 @@ def count_tokens(path) -> int:
     return count
 
 def read_shard(path, vocab_size: int, start=0, count=-1):
-    """`count` tokens (uint16) of a shard from `start` on; -1: all. No file stays open: there
-    may be very many. Raises ValueError for a token outside the vocabulary."""
+    """`count` tokens (uint16) of a shard from `start` on; -1: all. Raises ValueError."""
     tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
     require(len(tokens) >= max(1, count), f"{path} has become shorter; make it again")
     largest = int(tokens.max())
@@ -979,8 +982,7 @@ class Validation:
         wanted = [size if claim is None else claim for claim, size in zip(claims, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
                 f"and TOKENIZER_PATH={config.tokenizer_path} give {found}: scores would be wrong")
-        rows = (len(tokens) - 1) // config.train_seq_len
-        self.num_targets = rows * config.train_seq_len
+        self.num_targets = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
         self.tokens = tokens[:self.num_targets + 1]
         self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
 
@@ -1076,8 +1078,7 @@ def pack(state: dict, config) -> tuple[bytes, dict]:
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file is read
-    for its checksums and mapped: the ranks of a machine share its memory."""
+    """What torch.save wrote, perhaps packed by zlib. A plain file is mapped: ranks share it."""
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
@@ -1307,8 +1308,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. 1, 2, 4 or 8 ranks read alike: a step
-    reads 8 spans (4, 2 or 1 if it has fewer rows). Raises ValueError."""
+    """Set spans and micro-batches so that 1 to 8 ranks read alike. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)

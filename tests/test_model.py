@@ -98,6 +98,17 @@ def test_initial_values_of_gpt2(tied):
             assert abs(p.mean().item()) < 0.002, name
 
 
+def test_weights_drawn_by_name_are_those_of_other_shapes_too():
+    """So that pairs of runs with a seed differ by a change, not by its draws. Their sizes are those of the baseline."""
+    models = [train_gpt.GPT(tiny_config(mlp_mult=mult, num_layers=mult, init="by_name", seed=mult // 2)) for mult in (2, 3, 4)]
+    two, three, four = (dict(model.named_parameters()) for model in models)
+    for name, old in train_gpt.GPT(tiny_config(mlp_mult=2, num_layers=2)).named_parameters():
+        assert two[name].std().item() == pytest.approx(old.std().item(), rel=0.2, abs=1e-6), name
+        if name.endswith(".weight") and ".proj." not in name:
+            assert two[name].equal(three[name][:len(old)]) and not two[name].equal(four[name][:len(old)]), name
+    assert not two["blocks.0.attn.c_q.weight"].equal(two["blocks.1.attn.c_q.weight"])
+
+
 def reference_logits(config, state, tokens):
     """The model written out again, with loops over heads and a plain softmax, from its tensors by name."""
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.19e-7).sqrt()  # noqa: E731
