@@ -132,11 +132,11 @@ def test_every_token_is_scored_once_with_the_longest_context(tmp_path, length, s
         scored = stop
     called, parts = Mock(wraps=model), []
     for rank in range(world_size):
-        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=lambda: 0.0, to_device=torch.from_numpy,
+        ranks = types.SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), now_ms=iter([0.0, 250.0]).__next__, to_device=torch.from_numpy,
                                       sum=lambda nats: parts.append(nats.item()) or nats)
         validation = train_gpt.Validation(config, ranks)
         score = validation.score(called, stride)
-    assert sum(parts) == pytest.approx(total, rel=1e-5)
+    assert sum(parts) == pytest.approx(total, rel=1e-5) and score["eval_time_ms"] == 250
     assert len({call.args[0].shape for call in called.call_args_list}) == 1
     if world_size == 1:
         text_bytes = int((tokens[1:count + 1] >= 4).sum())  # special tokens have none
