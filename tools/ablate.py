@@ -311,8 +311,9 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     trials = missing_runs(arms, seeds, runner.runs)
     known = [run.seconds for run in runner.runs if any(run.content == arm.content for arm in arms)]
     rounds = math.ceil(len(trials) / runner.jobs)
-    minutes = f", about {rounds * statistics.median(known) / 60:.1f} min" if known else ""
-    runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}{minutes}")
+    minutes = f"about {rounds * statistics.median(known) / 60:.1f} min" if known else "of unknown length"
+    if trials:
+        runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}, {minutes}")
     list(runner.pool.map(runner.train, trials))
     for arm in arms:
         found = {run.seed: run for run in runner.runs if arm.has(run, run.seed)}
@@ -359,10 +360,9 @@ def facts_of(first: Arm, arm: Arm) -> dict:
     effect, pairs = arm.effect, pairs_of_seeds(first.runs, arm.runs)
     seconds = arm.content["MAX_WALLCLOCK_SECONDS"]
     length = f"{seconds:g} s" if seconds else f"{arm.content['ITERATIONS']:,} steps"
-    facts |= {"change": arm.given, "base": first.given or first.name, "data": arm.content["data"],
-              "text": Path(arm.plan["config"]["DATA_PATH"]).name, "length": length,
-              "effect": effect.mean, "low": effect.low, "high": effect.high, "p": effect.p,
-              "pairs": effect.pairs, "spread": effect.spread}
+    facts |= {"change": arm.given, "base": first.given or first.name, "data": arm.content["data"], "length": length,
+              "text": Path(arm.plan["config"]["DATA_PATH"]).name, "effect": effect.mean, "low": effect.low,
+              "high": effect.high, "p": effect.p, "pairs": effect.pairs, "spread": effect.spread}
     if arm.verdict == "better":
         facts["effect_corrected"] = correct_for_selection(effect)
     return {**facts, "logs": [[str(run.log) for run in pair] for pair in pairs],
@@ -423,9 +423,8 @@ def list_tried() -> list[str]:
         return [f"no comparison in {LOGS} yet"]
     for facts in tried:
         effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts)
-        rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"],
-                     effect.replace("-", "−"), facts["pairs"], f"{facts['spread']:.4f}",
-                     facts["name"], facts["base"], facts["text"]])
+        rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"], effect.replace("-", "−"),
+                     facts["pairs"], f"{facts['spread']:.4f}", facts["name"], facts["base"], facts["text"]])
     about = (f"Of all {len(tried)} comparisons, {count_better(tried)}. An interval does not allow "
              "for the others. ")
     return [f"{about}The first six cells are for records/ablations.md.\n", *table(HEADER, rows)]
@@ -446,11 +445,10 @@ def report(first: Arm, arms: list[Arm], options) -> None:
 
 def shared_options(description: str) -> argparse.ArgumentParser:
     """Return a parser for the options that ablate.py and loop.py share."""
-    parser = argparse.ArgumentParser(description=description,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", help="file with settings, one VARIABLE=value a line")
-    parser.add_argument("--settings", nargs="*", action="extend", default=[],
-                        metavar="VARIABLE=value", help="of all runs; SEED is the first seed")
+    parser.add_argument("--settings", nargs="*", action="extend", default=[], metavar="VARIABLE=value",
+                        help="of all runs; SEED is the first seed; INIT=by_name, if shapes differ, makes pairs agree")
     parser.add_argument("--diff", type=limited(0, 1), default=0.002, metavar="N",
                         help="the gain that matters (default: %(default)s)")
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
@@ -462,12 +460,10 @@ def shared_options(description: str) -> argparse.ArgumentParser:
 
 def main() -> int:
     parser = shared_options(__doc__)
-    parser.add_argument("variations", nargs="*", metavar="'NAME [script=FILE] VARIABLE=value ...'",
-                        help="or: tried")
+    parser.add_argument("variations", nargs="*", metavar="'NAME [script=FILE] VARIABLE=value ...'", help="or: tried")
     parser.add_argument("--most-seeds", type=int, choices=range(2, MOST_PAIRS + 1), default=12,
                         metavar="N", help="seeds of a variation (default: %(default)s)")
-    parser.add_argument("--seconds", type=limited(0), default=0, metavar="N",
-                        help="train each for N seconds, not for ITERATIONS")
+    parser.add_argument("--seconds", type=limited(0), default=0, metavar="N", help="train each for N seconds, not for ITERATIONS")
     parser.add_argument("--json", action="store_true", help="print a JSON object per variation")
     options = parser.parse_intermixed_args()
     variations = [word for word in options.settings if not re.match(r"\w+=", word)]
@@ -480,8 +476,7 @@ def main() -> int:
         print("\n".join(list_tried()))
         return 0
     output = sys.stderr if options.json else sys.stdout
-    runner = Runner(options.jobs, lambda text: print(text, file=output, flush=True),
-                    60 * options.patience)
+    runner = Runner(options.jobs, lambda text: print(text, file=output, flush=True), 60 * options.patience)
     try:
         with tempfile.TemporaryDirectory() as folder:
             arms = read_arms(options, Path(folder))

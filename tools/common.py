@@ -56,7 +56,7 @@ def run_command(main) -> None:
         print(f"{name}: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
-        print(f"{name}: stopped; the same command resumes", file=sys.stderr)
+        print(f"{name}: stopped; the same command goes on after the runs that have ended", file=sys.stderr)
         status = 130
     sys.exit(status)
 
@@ -227,3 +227,7 @@ def compare_scores(track: dict, ours: list[dict], theirs: list[dict]) -> dict | 
     test = stats.ttest_ind(our_scores, shifted, equal_var=False, alternative="less")
     return {"margin": margin, "n": [len(ours), len(theirs)], "p": float(test.pvalue),
             "difference": statistics.mean(our_scores) - statistics.mean(their_scores)}
+
+
+if __name__ == "__main__":
+    print(f"usage: other scripts import this file. {__doc__}")

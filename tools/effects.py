@@ -165,3 +165,7 @@ def correct_for_selection(effect: Effect) -> float:
         return effect.mean
     t = effect.mean / effect.spread * math.sqrt(effect.pairs)
     return effect.mean * max(0.0, 1 - (CHANCE_T / t) ** 4) ** 0.25
+
+
+if __name__ == "__main__":
+    print(f"usage: other scripts import this file. {__doc__}")

@@ -49,3 +49,7 @@ def describe(tokens_per_s: float, settings: dict, gpu: str = "", gpus: int = 1) 
     text = f"{tflops:.3g} TFLOP/s ({without:.3g} without attention)"
     peak = find_peak(gpu, settings["DTYPE"])
     return text + (f", {tflops / peak / gpus:.1%} of the peak of {gpus}x {gpu}" if peak else "")
+
+
+if __name__ == "__main__":
+    print(f"usage: other scripts import this file. {__doc__}")

@@ -146,3 +146,7 @@ def hidden(gpt: nn.Module, tokens: Tensor, cache, mask: Tensor | None = None) ->
     tok_emb = twin(gpt.tok_emb, forward=reader.embed)
     other = twin(gpt, tok_emb=tok_emb, blocks=blocks, rotary=gpt.rotary[:, reader.past:])
     return other.hidden(tokens)[:, -tokens.size(1):]
+
+
+if __name__ == "__main__":
+    print(f"usage: other scripts import this file. {__doc__}")

@@ -15,7 +15,7 @@ On average, at most a tenth of the kept ideas are false, by LORD++ (arXiv:1710.0
 --finish, the loop ends when all ideas in the folder are tried. Then it measures the claim, the best
 model against the start, once: on new seeds, and on the second half of the validation text, which no
 other run has scored. The folder also gets loop.json, all that the loop knows; loop.md, a table; and
-loop.png. After a stop, even by kill -9, the same command resumes.
+loop.png, after each --jobs ideas. After a stop, even by kill -9, the same command resumes.
 """
 
 import json
@@ -180,7 +180,7 @@ def row_of(idea: dict) -> list:
     interval = "{low:+.4f} to {high:+.4f}".format(**idea) if "low" in idea else ""
     why = idea["why"] + "; the next start tries it again" * (idea["verdict"] == "failed")
     return [idea["name"], effect, interval, str(idea.get("pairs", "")),
-            idea["verdict"] or "waiting", why]
+            idea["verdict"] or ("confirming" if "pairs" in idea else "waiting"), why]
 
 
 def divide_text(data: Path, folder: Path) -> None:

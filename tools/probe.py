@@ -233,8 +233,7 @@ def find_fault(model, own, rows: torch.Tensor, targets: torch.Tensor, random) ->
                     return f"its logits differ {name}, in {kind} mode"
                 entropy = nats_of(logits, targets[part]).sum().item() / targets[part].numel()
                 if not abs(loss - entropy) <= APART:
-                    return (f"its loss, {loss:.4f}, is not the cross entropy of its logits, "
-                            f"{entropy:.4f}")
+                    return f"its loss, {loss:.4f}, is not the cross entropy of its logits, {entropy:.4f}"
     return ""
 
 
@@ -323,6 +322,8 @@ def plan(train_gpt, settings: list[str]) -> dict:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(f"usage: other scripts run this file. {__doc__}")
     _, script, command, *words = sys.argv
     answer_to = os.environ.pop("PROBE", "")
     answer = {"plan": plan, "score": score}[command](load_script(script), words)

@@ -36,3 +36,7 @@ def pairs_of(words: list[str]) -> dict[str, str]:
 def words_of(settings: dict[str, object]) -> list[str]:
     """Return settings as VARIABLE=value words."""
     return [f"{name}={value}" for name, value in settings.items()]
+
+
+if __name__ == "__main__":
+    print(f"usage: other scripts import this file. {__doc__}")
