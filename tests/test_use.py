@@ -316,7 +316,7 @@ def test_a_summary_of_a_records_log_names_what_is_there_and_no_text_is_learnt_by
         assert all(map(os.path.exists, re.findall(r"(?:records|tools)/[^\s;]+", summary))) and f"plot.py {log} " in summary
         assert (f"sample.py {log.parent}/artifact_seed" in summary) == bool([*log.parent.glob("*.ptz")])
     assert events.find_log(str(logs[0].with_suffix(".log"))) == logs[0]
-    assert len(logs) >= 6 and [log for log in logs if events.warn_of_overfitting(events.read_events(log))] == []
+    assert len(logs) >= 9 and [log for log in logs if events.warn_of_overfitting(events.read_events(log))] == []
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
