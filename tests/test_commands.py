@@ -58,6 +58,13 @@ def test_the_commands_in_the_readmes_name_scripts_options_and_variables_that_exi
     assert found or readme.startswith("records/track_")
 
 
+def test_the_setting_of_memory_in_readme_is_that_of_the_tools():
+    code = "import os, common; print(os.environ['GLIBC_TUNABLES'])"
+    clean = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    said = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY / "tools", env=clean, check=True, capture_output=True, text=True)
+    assert f"GLIBC_TUNABLES={said.stdout.strip()}`" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
 def test_links_lead_to_files_and_headings():
     left_out = {*(REPOSITORY / ".dockerignore").read_text(encoding="utf-8").split()}  # of the container, which runs this test
     texts = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("[.dlt]*/*.md"), *(REPOSITORY / "records").rglob("*.md")]

@@ -179,8 +179,8 @@ def test_the_score_is_that_of_windows_where_the_track_counts_them(root, monkeypa
     for kind in ("windows", "final"):
         seed = verify.summarize(events, "Running Python 3", "model_params:1", kind == "windows")
         text = probe.read_text(seed["settings"], root)
-        artifact = root / "logs" / "windows" / "final_model.int8.ptz"
-        found = probe.check_artifact(root / "train_gpt.py", artifact, seed["settings"], text, seed["val_bpb"], 1, seed["stride"])
+        found = probe.check_artifact(root / "train_gpt.py", root / "logs/windows/final_model.int8.ptz", seed["settings"], text, seed["val_bpb"], 1, seed["stride"])
+        assert seed["eval_seconds"] == pytest.approx(sum(last[one]["eval_time_ms"] for one in ("windows", "final")) / 1000)
         assert seed["val_bpb"] == last[kind]["val_bpb"] and found == (pytest.approx(seed["val_bpb"], abs=1e-5), "")
 
 
