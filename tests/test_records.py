@@ -202,7 +202,7 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path,
 
 
 def test_finished_runs_are_kept_and_a_trainer_that_is_left_keeps_others_away(root, monkeypatch, capsys):
-    monkeypatch.setattr(make, "launcher", lambda ranks: ["sh", "-c", "trap 'exit 3' TERM; sleep 2 & kill $PPID; wait"])  # as a scheduler
+    monkeypatch.setattr(make, "launcher", lambda ranks: ["sh", "-c", "trap 'exit 3' TERM; sleep 5 & sleep 2; kill $PPID; wait"])  # as a scheduler
     options = argparse.Namespace(name="Control", ranks=1, seeds=[1, 2], division="tiny")
     settings = {**TINY, "DATA_PATH": "tiny", **CAP}
     assert make.run_seeds(options, TRACK, settings) == ["Control_seed1", "Control_seed2"]
