@@ -7,8 +7,8 @@ equal: a row alone and in its batch; training and evaluation mode; with gradient
 inference mode; loss and cross entropy; the score by the script's validation and by its logits.
 
 Not found: training on the validation text, several updates in a step, times that are false in all
-of a log, a script that recognises this file or changes PyTorch, and scores that are false by less
-than 0.001 bits per byte.
+of a log, a leak after a rare token, a script that recognises this file or changes PyTorch, and
+scores that are false by less than 0.001 bits per byte.
 """
 
 import copy
