@@ -151,7 +151,7 @@ class Config:
             require(isinstance(value, str) or low <= value <= high,
                     f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads, width = self.num_heads, self.model_dim
-        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must divide by 2 * {heads} heads")
+        require(width % (2 * heads) == 0, f"MODEL_DIM={width} is no multiple of 2 * {heads} heads")
         require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
                 f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}; 0: all")
         require(heads % self.num_kv_heads == 0,
@@ -373,7 +373,7 @@ class GPT(nn.Module):
         rate = torch.zeros(()) if config.dropout else None  # A graph freezes floats.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
-            if config.init == "by_name":  # Then shapes change no other weights.
+            if config.init == "by_name":  # Then no tensor depends on others' shapes.
                 torch.manual_seed(config.seed + zlib.crc32(name.encode()))
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
                 depth = 2 * config.num_layers if ".proj." in name else 1

@@ -580,7 +580,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
                            (["x", "y script='a b"], "No closing quotation"),
                            (["x", "y QQQQ=1"], "is not a variable of this script; --help lists all of them"),
                            (["x", "y MLP_SLOPE=0.0"], "y is equal to x: what it sets changes nothing"),
-                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 must divide by 2 * 5 heads\n"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
+                           (["x", "y NUM_HEADS=5"], "y: MODEL_DIM=32 is no multiple of 2 * 5 heads\n"), (["x", "--diff", "nan"], "--diff: 'nan' must be"),
                            (["x", "--most-seeds", "1"], "--most-seeds: invalid choice: 1"), (["x", "--diff", "2"], "--diff: '2' must be a number from 0 to 1"),
                            (["--settings", *settings, "x", "x A=1"], "two variations are called x"),  # in any order
                            (["x", "--settings", *settings, "--jobs", "1", "x A=1"], "two variations are called x")):
