@@ -3,14 +3,14 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
     torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, else in the environment, else on a line of a file @FILE.
-The science comes first, from Config to train; the rest is machinery. In shapes of
-tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
-C head width. "As published" means: as in the script of the parameter-golf challenge.
+Set NAME=value as an argument, or in the environment, or in a file @FILE; first wins.
+The science comes first, from Config to train; the rest is machinery. Tensor shapes:
+B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
+"As published" means: as in the script of the parameter-golf challenge.
 """
 from pathlib import Path
 
-SOURCE = Path(__file__).read_text("utf-8")  # before the imports, as it may be edited then
+SOURCE = Path(__file__).read_text("utf-8")  # first, as it may be edited during imports
 
 import difflib
 import gc
@@ -41,20 +41,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-STARTED = time.monotonic()  # RunLog counts from here, after the imports.
+STARTED = time.monotonic()  # zero of elapsed_s in the log, after the imports
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # stop a run
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # names that others use
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # past settings
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # signals
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' variables
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # parts of names, as published; some match nothing
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: 0 or more
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else 0 to 1e18
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,7 +63,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, in the default's type. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
+    """Settings, typed as their defaults. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -82,7 +82,7 @@ class Config:
     rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
     exclusive_attn: bool = False  # project a token's own value out of its attention
-    lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
+    lanes: int = 0  # in the last N blocks, the MLPs read a second stream, the lane
     smear: bool = False  # add a learned share of the token before to each embedding
     # Training: RESUME refuses other values of these.
     seed: int = 1337  # of the initial weights, LOADER=shuffled and DROPOUT
@@ -91,9 +91,9 @@ class Config:
     train_batch_tokens: AtLeast1 = 393216  # tokens in a step, over all ranks
     qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
-    init: Literal["baseline", "gpt2", "by_name"] = "baseline"  # by_name: one seed a tensor
+    init: Literal["baseline", "gpt2", "by_name"] = "baseline"  # by_name: a seed per tensor
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; else AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # for matrices of blocks; others: AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, if OPTIMIZER=muon
     head_lr: float = 0.008  # learning rate of an untied output head, if OPTIMIZER=muon
@@ -111,13 +111,13 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW trains such names; export keeps small ones
+    control_tensor_name_patterns: str = CONTROL  # for AdamW; small ones are exported as they are
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
-    warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
+    warmdown_iters: Signed = 3000  # the rates fall over the last N steps; <= 0: never
+    warmdown_fraction: Share = 0.0  # the same as a share of the run; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
-    # Run: RESUME accepts other values of these, if the text and its pieces stay the same.
+    # Run: RESUME accepts other values of these, if the text and its order stay the same.
     run_id: str = ""  # name of the logs; empty: a new one
     out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
     init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
@@ -130,13 +130,13 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of sequential text per rank and step; 0: ~8 / ranks
+    grad_accum_steps: int = 0  # spans of text per rank in a step; 0: about 8 in all
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
-    train_log_every: int = 200  # log steps 1 to 10, each N-th, one at the time limit
-    checkpoint_every: int = 0  # save every N steps and at the end; 0: if interrupted
+    train_log_every: int = 200  # log steps 1 to 10, every N-th, and one at the time limit
+    checkpoint_every: int = 0  # save every N steps and at the end; 0: only on a signal
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
@@ -222,8 +222,8 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: quarters of q (B, K, H/K, T, C) skip the later k and v (B, K, T, C)."""
-    outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
+    """For CPUs: a quarter of q (B, K, H/K, T, C) skips k and v (B, K, T, C) after it."""
+    outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
@@ -245,7 +245,7 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # last dim first
 
 def smear(x, share):
     """x (B, T, D) plus a learned share (D,) of the token before (modded-nanogpt#130)."""
@@ -253,14 +253,14 @@ def smear(x, share):
 
 def shift_keys(k, rope_dims: int):
     """Take channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; 0 to 0.08 bpb less)."""
+    what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
     pairs = k.size(3) // 2
     num_kept = rope_dims // 2 or pairs // 2  # pairs that stay: those that rotate, or half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < num_kept, k, token_before(k))
 
 def remove_own_value(y, v):
-    """Take from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078; 0.008 bpb less."""
+    """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
@@ -305,7 +305,7 @@ class MLP(nn.Module):
         return linear(x, self.proj, scale=scale)
 
 def dropout(x, rate):
-    """Drop a share `rate` of the channels of a row of x (B, T, D): arXiv:1512.05287."""
+    """Drop a share `rate` of channels of each row of x (B, T, D); arXiv:1512.05287."""
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
@@ -328,21 +328,21 @@ class Block(nn.Module):
         return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
 
 class LaneBlock(Block):
-    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; 0.0035 bpb less)."""
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, as CONTROL has resid_mix
+        self.resid_mix_lanes = nn.Parameter(shares)  # "resid_mix" is in CONTROL: AdamW
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, only for attention.
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Only attention reads the mix.
         attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
-        fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
+        mlp_out = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
-        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
-        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
+        x = to_x[0] * x + to_x[1] * attended + to_x[2] * mlp_out
+        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * mlp_out
 
 def cross_entropy(logits, targets, limit: float):
     """F.cross_entropy of logits (B, T, V), ignore_index=-1, in few passes: a target's logit is
@@ -360,17 +360,17 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # some tools leave "auto"
         width = config.model_dim
-        rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # The order decides the random weights.
+        size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(size, width)  # The order decides the weights.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(width, size, bias=False)
         self.half = config.num_layers // 2
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A graph freezes floats.
+        rate = torch.zeros(()) if config.dropout else None  # Compiling fixes floats.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "by_name":  # Then no tensor depends on others' shapes.
@@ -505,13 +505,13 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
         if p.ndim == 2 and name.startswith("blocks.") and not is_control:
             kind = "matrix"
         groups[kind]["params"].append(p)
-    others = {}
-    if config.optimizer == "muon":
-        others["muon"] = Muon([groups.pop("matrix")], config, ranks)
+    matrices = groups.pop("matrix") if config.optimizer == "muon" else None
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
                              fused=(config.fused and ranks.device.type != "mps") or None)
-    return {"adam": adam, **others}
+    if matrices is None:
+        return {"adam": adam}
+    return {"adam": adam, "muon": Muon([matrices], config, ranks)}
 
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
@@ -532,7 +532,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares the shards' starts: 32 MiB in all, at least 8 KiB of each.
+        # RESUME compares starts of all shards, val too: 32 MiB, at least 8 KiB of each.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         size = max(2**13, 2**25 // len(paths))
         starts = [np.fromfile(path, np.uint8, size) for path in paths]
@@ -557,7 +557,7 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the run ends with a whole one, number 1e6, at falling rates.
+        # If two epochs fit, the last, number 1e6, is whole: falling rates see every row.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
@@ -569,14 +569,14 @@ class TokenLoader:
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
         inputs, targets = self.ranks.to_device(pair.reshape(2, -1, config.train_seq_len))
-        rows = config.micro_batch_tokens // config.train_seq_len
-        return list(zip(inputs.split(rows), targets.split(rows)))
+        at_once = config.micro_batch_tokens // config.train_seq_len  # rows
+        return list(zip(inputs.split(at_once), targets.split(at_once)))
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
     The rates fall by a cosine after the warm-up (arXiv:1608.03983), or linearly: over the
-    last WARMDOWN_FRACTION of the run or, as published, WARMDOWN_ITERS steps or their time."""
+    last WARMDOWN_FRACTION of a run; if that is 0, over WARMDOWN_ITERS steps or their time."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -611,7 +611,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one: a graph's gradients come at once
+                           bucket_cap_mb=1 << 20)  # one: they all come at once
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -632,10 +632,10 @@ class Trainer:
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
-            self.model.drop_rate.zero_()
+            self.model.drop_rate.zero_()  # Validation drops nothing.
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        limit = config.grad_clip_norm or math.inf  # By inf, nothing is clipped.
+        limit = config.grad_clip_norm or math.inf  # inf clips nothing.
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
             for optimizer in self.optimizers.values():
@@ -669,7 +669,7 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # or RESUME=auto goes back
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # so RESUME=auto finds it
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: what follows can take long
@@ -687,13 +687,13 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Each idles GPUs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits idle GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
             # In float16, gradients may overflow until the scale fits; one below 2**-20 never will.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            is_bad = not (loss if can_overflow else loss + norm).isfinite()
-            if clock.synchronize(is_bad):
+            watched = loss if can_overflow else loss + norm
+            if clock.synchronize(is_bad=not watched.isfinite()):
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
@@ -726,11 +726,11 @@ def start_ranks(config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
-        require(local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
+        require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPU runs repeat.
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
@@ -753,9 +753,9 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 def run_attention(qkv: list[Tensor], kernel: str) -> list[Tensor]:
-    """Output and gradients for qkv by `kernel`, the only one enabled; [] if it does not run."""
-    for name, pytorchs_name in SDP_OF_ATTN.items():
-        getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
+    """Enable only `kernel`; its output and gradients for qkv, or [] if it does not run."""
+    for attn, sdp in SDP_OF_ATTN.items():
+        getattr(torch.backends.cuda, f"enable_{sdp}_sdp")(kernel == attn)
     try:
         with warnings.catch_warnings(action="ignore"):
             y = causal_attention(*qkv, kernel)
@@ -780,9 +780,9 @@ def choose_attention(config, device: torch.device) -> str:
     group = config.num_heads // config.num_kv_heads  # query heads that share a key
     qkv = [torch.randn(1, heads, length, width, **options) for heads in (group, 1, 1)]
     wanted = run_attention(qkv, "math")
-    for kernel in kernels if config.attn == "auto" else [config.attn]:
+    for kernel in (kernels if config.attn == "auto" else [config.attn]):
         got = run_attention(qkv, kernel)
-        errors = [(y - x).float().norm() / x.float().norm() for x, y in zip(wanted, got)]
+        errors = [(g - w).float().norm() / w.float().norm() for g, w in zip(got, wanted)]
         if errors and all(e < 0.05 for e in errors):  # Rounding to bfloat16 makes 0.01.
             return kernel
     raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of {width}, "
@@ -805,7 +805,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     words = []
     for file in (argument for argument in arguments if argument.startswith("@")):
         lines = Path(file[1:]).expanduser().read_text("utf-8-sig", errors="replace").splitlines()
-        words += [(line, file) for line in lines if line and line[0] != "#"]
+        words += [(line, file) for line in map(str.strip, lines) if line[:1] not in ("", "#")]
     words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
     given = {}
@@ -816,7 +816,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, or {}; also unknown ones that an artifact uses, to be refused."""
+    """A file's model settings; {} if unreadable. Unknown ones stay: `load_config` refuses."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -842,19 +842,20 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
-    for name in given.keys() - FIELDS.keys():  # unknown here
-        (text, origin), near = given.pop(name), []
-        for likeness in (0.85, 0.75, 0.65, 0.5)[:1 if origin == "environment" else None]:
-            near = near or difflib.get_close_matches(name.upper(), FIELDS, 2, likeness)
+    for name in given.keys() - FIELDS.keys():  # not settings
+        text, origin = given.pop(name)
+        near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.85)
+        if not near and origin != "environment":  # where others' variables are, too
+            near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
-        require(origin == "environment" and not near,  # Spare others' variables.
+        require(origin == "environment" and not near,
                 f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
 # ---- Log -------------------------------------------------------------------------------
 def set_aside(*paths: Path):
-    """Rename files that another run has left under these names to NAME.TIME.SUFFIX."""
+    """Rename the files that exist under these names to NAME.TIME.SUFFIX."""
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
@@ -884,7 +885,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl, inf and NaN as null; by `text`, to console and .txt."""
+        """Write values to the .jsonl (inf, NaN: null); formatted by `text`, to console and .txt."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -916,7 +917,7 @@ def open_split(config, split: str) -> dict[Path, int]:
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     there = ", ".join(map(str, Path("data/datasets").glob("*"))) or "no data set yet"
-    require(paths, f"there is no {where} with *_{split}_*.bin; there is {there}; prepare a text "
+    require(paths, f"{where} has no *_{split}_[0-9]*.bin; there is {there}; prepare a text "
             "by data/prepare.py, or fetch FineWeb by data/download.py")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
@@ -973,7 +974,7 @@ class Validation:
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
         # A run that only scores needs no training shards.
-        odd = sorted(there ^ listed if config.iterations else there - listed)
+        odd = sorted((there ^ listed) if config.iterations else (there - listed))
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
@@ -997,7 +998,7 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients, this runs the graph compiled for training; a second hardly pays.
+        # With gradients on, the graph of training serves; compiling a second hardly pays.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1035,7 +1036,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
 def quantize(state: dict, config) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon"  # too coarse for AdamW's weights
+    published &= config.optimizer == "muon"  # AdamW's weights need finer scales.
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()  # no local paths
@@ -1137,7 +1138,7 @@ def find_checkpoint(config) -> dict:
     for path in paths:
         try:
             state = read_saved(path)
-            require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
+            require(state.get("format") == CHECKPOINT_FORMAT, "it has another format")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # Damaged files fail in many ways.
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
@@ -1188,7 +1189,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # only young objects, off the clock; `signals_kept` switches gc off
+        gc.collect(1)  # off the clock, as `signals_kept` disables gc; young objects: fast
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1256,13 +1257,13 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, validation, log):
-    """Write floats, validate, write and load the artifact. Collective. OSError, ValueError."""
+    """Write floats, validate, write and load the artifact. Raises OSError, ValueError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
     if ranks.rank == 0:  # the floats first: nothing below can lose them
         floats = saved(state)
         write_whole(Path(config.out_dir, "final_model.pt"), floats)
-    clock.set(clock.step, clock.time_ms)  # The files above are no training.
+    clock.set(clock.step, clock.time_ms)  # Writing the floats is not training.
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1308,7 +1309,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set spans and micro-batches so that 1 to 8 ranks read alike. Raises ValueError."""
+    """Set spans and micro-batches; 1 to 8 ranks read the same text. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1334,9 +1335,9 @@ def resolve(config, ranks) -> Config:
     fallback = "float16" if device == "cuda" else "float32"  # A T4 has no bfloat16.
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
-    if config.compile == "auto" or not config.iterations:
-        modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
-        config = replace(config, compile=modes[device] if config.iterations else "0")
+    modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
+    mode = modes[device] if config.compile == "auto" else config.compile
+    config = replace(config, compile=mode if config.iterations else "0")
     config = plan_batch(config, ranks)
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
@@ -1365,7 +1366,7 @@ val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.num_targe
 model_params:{sum(p.numel() for p in trainer.model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
-sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDP_OF_ATTN.items())}
+sdp_backends:{" ".join(f"{sdp}={c.attn == attn}" for attn, sdp in SDP_OF_ATTN.items())}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
 tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
 matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
@@ -1386,7 +1387,7 @@ def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
     mode, model = trainer.config.compile, trainer.model
     torch.compiler.reset()  # An earlier run of this process may have filled its cache.
-    for part in model.blocks if mode == "blocks" else [model]:
+    for part in (model.blocks if mode == "blocks" else [model]):
         part.compile(dynamic=False, fullgraph=True)
     if mode == "blocks":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
@@ -1430,7 +1431,7 @@ def run(config, overrides: dict, source: str) -> int:
     if checkpoint:
         resume(trainer, loader, checkpoint)
     if ranks.rank == 0:
-        Path("logs").resolve().mkdir(exist_ok=True)  # An error names a dead link's target.
+        Path("logs").resolve().mkdir(exist_ok=True)  # An error names the link's target.
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)

@@ -131,7 +131,7 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     assert len(kept) == 2 and not six.exists()  # They were later than the resumed one: set aside.
     assert read_checkpoint(nine)["step"] == 9  # that of the resumed run's end
     nine.write_bytes(b"PK")
-    for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it is of another version"}.items():
+    for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it has another format"}.items():
         with pytest.raises(SystemExit, match=f"RESUME={name}: no usable checkpoint"):
             tiny_run(monkeypatch, checkpointed, data, RESUME=name)
         assert re.search(f"warning: checkpoint {name} cannot be used: .*{reason}", capsys.readouterr().err)

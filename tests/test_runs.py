@@ -83,7 +83,7 @@ def test_two_ranks_compute_what_one_does(data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("gpus, device, variables, refusal", [
     (1, "auto", {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-     "more ranks than GPUs here"),
+     "LOCAL_RANK=1 has no GPU"),
     (0, "cuda", {}, "DEVICE=cuda is not available here; use cpu"), (0, "cpu", {}, "")])
 def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, variables, refusal):
     monkeypatch.setattr(os, "environ", variables)
@@ -95,7 +95,7 @@ def test_gpus_that_cannot_be_used_are_a_sentence(monkeypatch, gpus, device, vari
 
 
 @pytest.mark.parametrize("changes, wanted", [
-    (dict(DATA_PATH="nowhere"), "there is no DATA_PATH='nowhere' with .*bin; there is no data set yet; prepare a text"),
+    (dict(DATA_PATH="nowhere"), "DATA_PATH='nowhere' has no .*bin; there is no data set yet; prepare a text"),
     (dict(BETA2=1), "Invalid beta parameter at index 1: 1.0"),
     (dict(INIT_FROM="missing.pt"), "missing.pt"),
     (dict(OUT_DIR="a.model"), "File exists: 'a.model'"),
