@@ -79,7 +79,6 @@ class Config:
     rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
     logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; <= 1000 for precision
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
-    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
     exclusive_attn: bool = False  # project a token's own value out of its attention
     lanes: int = 0  # in the last N blocks, the MLPs read a second stream, the lane
@@ -152,8 +151,6 @@ class Config:
                     f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads, width = self.num_heads, self.model_dim
         require(width % (2 * heads) == 0, f"MODEL_DIM={width} is no multiple of 2 * {heads} heads")
-        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
-                f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}; 0: all")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
@@ -251,13 +248,12 @@ def smear(x, share):
     """x (B, T, D) plus a learned share (D,) of the token before (modded-nanogpt#130)."""
     return x + share.to(x.dtype) * token_before(x)
 
-def shift_keys(k, rope_dims: int):
-    """Take channels of k (B, T, K, C) from the token before, so that one layer can find
+def shift_keys(k):
+    """Take half the channels of k (B, T, K, C) from the token before, so that one layer can find
     what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
     pairs = k.size(3) // 2
-    num_kept = rope_dims // 2 or pairs // 2  # pairs that stay: those that rotate, or half
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
-    return torch.where(pair < num_kept, k, token_before(k))
+    return torch.where(pair < pairs // 2, k, token_before(k))  # The slower half moves.
 
 def remove_own_value(y, v):
     """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
@@ -283,7 +279,7 @@ class Attention(nn.Module):
         qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
         q, k, v = qkv.split(self.heads, dim=2)  # each (B, T, heads, C)
         if self.config.shift_keys:
-            k = shift_keys(k, self.config.rope_dims)
+            k = shift_keys(k)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
@@ -385,9 +381,7 @@ class GPT(nn.Module):
             elif config.init == "by_name" and re.match("blocks.*weight", name):
                 nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # as nn.Linear does
         pairs = width // config.num_heads // 2
-        exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
-        # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)
+        frequencies = config.rope_base ** -(torch.arange(pairs) / pairs)
         if self.compute_dtype == torch.bfloat16:  # As published, values are rounded.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
@@ -561,10 +555,11 @@ class TokenLoader:
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
-        for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
+        for place in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
+            piece = place
             if self.shuffled:
-                order = epoch_order(config.seed, piece // self.rows, self.rows)
-                piece = int(order[piece % self.rows])  # the row at this place
+                order = epoch_order(config.seed, place // self.rows, self.rows)
+                piece = int(order[place % self.rows])  # a row
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
@@ -1339,6 +1334,7 @@ def resolve(config, ranks) -> Config:
     mode = modes[device] if config.compile == "auto" else config.compile
     config = replace(config, compile=mode if config.iterations else "0")
     config = plan_batch(config, ranks)
+    # Each rank draws one of its own, but only rank 0 names files by it.
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
@@ -1395,6 +1391,7 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
+        # The last error that the compiler printed, without its listing.
         cause = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
         raise ValueError(f"COMPILE={mode} failed: {' '.join(cause):.400}; try 0") from None
     model.zero_grad()

@@ -27,7 +27,7 @@ SMALL = {"NUM_LAYERS": 4, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "
          "TRAIN_BATCH_TOKENS": 4096, "VAL_BATCH_SIZE": 65536, "ITERATIONS": 20, "WARMUP_STEPS": 1, "WARMDOWN_ITERS": 5,
          "TIED_EMBED_LR": 0.01, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0, "TRAIN_LOG_EVERY": 1, "COMPILE": 0,
          "DTYPE": "float32", "MATMUL_PRECISION": "highest"}
-RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "MLP_SLOPE": 0.5, "ROPE_DIMS": 16,
+RECIPE = {"SHIFT_KEYS": 1, "SMEAR": 1, "EXCLUSIVE_ATTN": 1, "MLP_SLOPE": 0.5,
           "LANES": 1, "MUON_ROW_NORM": 1, "EXPORT_BITS": 5}  # as in the presets
 COMPILED = {**RECIPE, "COMPILE": 1, "VAL_BATCH_SIZE": 8192}  # Validation, in smaller batches, has a graph of its own.
 # Losses of about 4 nats over 20 steps. In float32, another order of summation changes them by 1e-4 on a CPU.

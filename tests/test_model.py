@@ -12,7 +12,7 @@ import train_gpt
 from conftest import tiny_config
 
 CPU = torch.device("cpu")
-REFERENCE = dict(mlp_slope=0.5, rope_dims=4, shift_keys=True, smear=True, exclusive_attn=True, lanes=2)
+REFERENCE = dict(mlp_slope=0.5, shift_keys=True, smear=True, exclusive_attn=True, lanes=2)
 # Also those that are new: they are tested for causality, export, resume, compilation and sampling without a line here.
 SWITCHES = REFERENCE | {f.name: True for f in train_gpt.fields(train_gpt.Config)
                         if f.type is bool and f.name.upper() in train_gpt.OF_MODEL and not f.default}
@@ -113,10 +113,7 @@ def reference_logits(config, state, tokens):
     """The model written out again, with loops over heads and a plain softmax, from its tensors by name."""
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.19e-7).sqrt()  # noqa: E731
     length, width = tokens.size(1), config.model_dim // config.num_heads
-    rotating = config.rope_dims or width
-    angle = torch.zeros(length, width // 2)  # 0: no rotation
-    for pair in range(rotating // 2):
-        angle[:, pair] = torch.arange(length) * config.rope_base ** (-2 * pair / rotating)
+    angle = torch.outer(torch.arange(length), config.rope_base ** (-2 * torch.arange(width // 2) / width))
 
     def rotate(x):
         a, b = x[..., :width // 2], x[..., width // 2:]
@@ -141,7 +138,7 @@ def reference_logits(config, state, tokens):
             q = w["attn.q_gain"][head] * rotate(norm(h @ w["attn.c_q.weight"][part[0]].T))
             k, v = h @ w["attn.c_k.weight"][part[1]].T, h @ w["attn.c_v.weight"][part[1]].T
             if config.shift_keys:
-                slow = [d for d in range(width) if 2 * (d % (width // 2)) >= (config.rope_dims or width // 2)]
+                slow = [d for d in range(width) if 2 * (d % (width // 2)) >= width // 2]
                 k[:, 1:, slow], k[:, 0, slow] = k[:, :-1, slow].clone(), 0
             k = rotate(norm(k))
             scores = (q @ k.mT / width**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)

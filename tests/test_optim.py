@@ -190,7 +190,7 @@ def test_the_export_makes_no_graph_again(tmp_path, monkeypatch, kind, val_batch,
     torch._dynamo.utils.counters.clear()
     run_here(monkeypatch, tmp_path, *tiny_arguments(
         make_shards(tmp_path), COMPILE=kind, VAL_BATCH_SIZE=val_batch, ITERATIONS=3, EXPORT_BITS=6, EVAL_STRIDE=32,
-        INT8_KEEP_FLOAT_MAX_NUMEL=256, LANES=1, SMEAR=1, SHIFT_KEYS=1, EXCLUSIVE_ATTN=1, MLP_SLOPE=0.5, ROPE_DIMS=8, DROPOUT=0.1))
+        INT8_KEEP_FLOAT_MAX_NUMEL=256, LANES=1, SMEAR=1, SHIFT_KEYS=1, EXCLUSIVE_ATTN=1, MLP_SLOPE=0.5, DROPOUT=0.1))
     made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert made == [graphs, graphs]
 

@@ -12,7 +12,7 @@ SETTINGS = {  # all techniques; small matrices are rounded, too; the clock does 
     "RUN_ID": "run", "OUT_DIR": "out", "COMPILE": "auto", "DTYPE": "auto", "INT8_KEEP_FLOAT_MAX_NUMEL": 256, "EXPORT_BITS": 6,
     "EXPORT_CLIP": 8, "GRAD_CLIP_NORM": 1, "LANES": 1,
     "SMEAR": 1, "SHIFT_KEYS": 1, "EXCLUSIVE_ATTN": 1, "MUON_ROW_NORM": 1, "EVAL_STRIDE": 8, "CHECKPOINT_EVERY": 2,
-    "MLP_SLOPE": 0.5, "ROPE_DIMS": 8, "WEIGHT_DECAY": 0.1, "DROPOUT": 0.1}
+    "MLP_SLOPE": 0.5, "WEIGHT_DECAY": 0.1, "DROPOUT": 0.1}
 H100, T4, RTX_5090, MAC = "cuda 9.0 80", "cuda 7.5 15", "cuda 12.0 32", "mps 0.0 0"
 CARDS = {  # device, type, attention kernel; graphs
     H100: ("cuda", "bfloat16", "cudnn", 1), T4: ("cuda", "float16", "efficient", 1),

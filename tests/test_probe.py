@@ -61,7 +61,7 @@ SCRIPTS = {  # text in the script, what stands there instead, the fault
     "sorted rows": (FORWARD, "order = tokens[:, 0].argsort()\n        "
                     "return self.loss(self.hidden(tokens[order]), targets[order])", ""),
 }
-FEATURES = ["COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1", "LANES=1", "EXCLUSIVE_ATTN=1", "MLP_SLOPE=0.5", "ROPE_DIMS=8",
+FEATURES = ["COMPILE=auto", "SMEAR=1", "SHIFT_KEYS=1", "LANES=1", "EXCLUSIVE_ATTN=1", "MLP_SLOPE=0.5",
             "LOGIT_SOFTCAP=10", "VAL_BATCH_SIZE=1024"]  # of the presets, with tiled attention
 
 

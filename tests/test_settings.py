@@ -19,7 +19,7 @@ OTHERS = {  # where the rule of `other_value` does not do: a value, and what bot
     "RUN_ID": "other", "OUT_DIR": "out", "DATA_PATH": "../other", "INIT_FROM": "../start/final_model.pt",
     "RESUME": "../start/checkpoints/run_00000001.pt", "DTYPE": "bfloat16", "COMPILE": "blocks", "MAX_WALLCLOCK_SECONDS": "1e-6",
     "MICRO_BATCH_TOKENS": "64", "VAL_BATCH_SIZE": "512", "EVAL_STRIDE": "4", "TRAIN_LOG_EVERY": "2 ITERATIONS=11",
-    "VOCAB_PAD": "64", "ROPE_DIMS": "2", "ADAM_LR": "0.1 OPTIMIZER=adamw", "EMBED_LR": "0.1 TIE_EMBEDDINGS=0",
+    "VOCAB_PAD": "64", "ADAM_LR": "0.1 OPTIMIZER=adamw", "EMBED_LR": "0.1 TIE_EMBEDDINGS=0",
     "HEAD_LR": "0.1 TIE_EMBEDDINGS=0", "MUON_MOMENTUM": "0.5", "MUON_MOMENTUM_WARMUP_START": "0.5", "BETA1": "0.5",
     "BETA2": "0.5", "DROPOUT": "0.5", "LR_SCHEDULE": "cosine WARMDOWN_ITERS=1", "LR_WARMUP_STEPS": "2",
     "WARMDOWN_FRACTION": "0.5", "GRAD_CLIP_NORM": "0.01", "CHECKPOINT_EVERY": "1",

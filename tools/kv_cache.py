@@ -105,7 +105,7 @@ class Reader:
         q, k, v = (linear(x[:, -self.count:], c).unflatten(-1, (heads, -1)) for c, heads in layers)
         own = v
         if config.shift_keys:
-            k = self.trainer.shift_keys(self.behind(k, layer), config.rope_dims)[:, 1:]
+            k = self.trainer.shift_keys(self.behind(k, layer))[:, 1:]
         q = rotate(rms_norm(q, attn.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
