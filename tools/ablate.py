@@ -46,13 +46,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from common import (
-    ROOT, can_lock, count_cores, gpu_names, hardware, load_json, require_packages, run_command,
-    table, write_whole,
-)
+from common import ROOT, can_lock, count_cores, gpu_names, hardware, load_json, require_packages, run_command, table, write_whole
 from effects import (
-    ERROR, MOST_PAIRS, Effect, Run, content_of, correct_for_selection, differences_of, judge_all,
-    limits_of, pairs_of_seeds, read_run, read_runs,
+    ERROR, MOST_PAIRS, Effect, Run, content_of, correct_for_selection, differences_of, ends_of, judge_all, limits_of,
+    pairs_of_seeds, read_run, read_runs,
 )
 from events import MODEL_FILE, check_logs, limited, prepare_output, read_events
 from settings import pairs_of, read_settings, words_of
@@ -377,8 +374,7 @@ def sentence(facts: dict, diff: float) -> str:
     if facts["reason"]:
         return begin + facts["reason"]
     worse = "it is worse: " if facts["low"] > 0 else ""
-    text = ("{effect:+.4f} bits per byte (90 % interval {low:+.4f} to {high:+.4f}), "
-            "{pairs} pairs of seeds".format(**facts))
+    text = f"{facts['effect']:+.4f} bits per byte (90 % interval {ends_of(facts)}), {facts['pairs']} pairs of seeds"
     if facts["verdict"] == "better":
         text += f"; corrected for being selected: {facts['effect_corrected']:+.4f}"
     if facts["verdict"] == "better" and facts["spread"] > diff:
@@ -422,7 +418,7 @@ def list_tried() -> list[str]:
     if not tried:
         return [f"no comparison in {LOGS} yet"]
     for facts in tried:
-        effect = "{effect:+.4f} ({low:+.4f} to {high:+.4f})".format(**facts)
+        effect = f"{facts['effect']:+.4f} ({ends_of(facts)})"
         rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"], effect.replace("-", "−"),
                      facts["pairs"], f"{facts['spread']:.4f}", facts["name"], facts["base"], facts["text"]])
     about = (f"Of all {len(tried)} comparisons, {count_better(tried)}. An interval does not allow "

@@ -19,7 +19,7 @@ ERROR = 0.05  # of each end of an interval, over all looks together
 BEST_LOOK = 10  # pairs, near which most of the error is spent
 SCALE, POWER = 0.023, 1.15  # of the level of a look, by the error of all looks together
 CHANCE_T = 2.5  # t statistic of an effect that the selection alone explains
-MOST_PAIRS = 64
+LEAST_PAIRS, MOST_PAIRS = 3, 64  # of two pairs, an interval has 12,000 times their spread
 
 
 @dataclass
@@ -140,6 +140,11 @@ def limits_of(differences: list[float]) -> Effect:
     spread = statistics.stdev(differences)
     reach = -special.stdtrit(pairs - 1, level_of_look(pairs)) * spread / math.sqrt(pairs)
     return Effect(mean, mean - reach, mean + reach, pairs, spread, float(p_of(differences)[-1]))
+
+
+def ends_of(facts: dict) -> str:
+    """Return the ends of an interval as text, unless it is of so few pairs that it tells nothing."""
+    return "{low:+.4f} to {high:+.4f}".format(**facts) if facts["pairs"] >= LEAST_PAIRS else f"needs {LEAST_PAIRS} pairs"
 
 
 def judge_all(effects: list[Effect], least: float, count: int) -> list[str]:

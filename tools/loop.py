@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from ablate import FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options, train_all
 from common import ROOT, load_json, only_one, require_packages, run_command, table, write_whole
-from effects import ERROR, differences_of, limits_of, p_of, pairs_of_seeds, read_runs
+from effects import ERROR, differences_of, ends_of, limits_of, p_of, pairs_of_seeds, read_runs
 from events import prepare_output, read_events
 from plot import own_style, plain_label
 from probe import read_text, score_artifact
@@ -177,7 +177,7 @@ class Loop:
 def row_of(idea: dict) -> list:
     """Return an idea as a row of loop.md."""
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
-    interval = "{low:+.4f} to {high:+.4f}".format(**idea) if "low" in idea else ""
+    interval = ends_of(idea) if "pairs" in idea else ""
     why = idea["why"] + "; the next start tries it again" * (idea["verdict"] == "failed")
     return [idea["name"], effect, interval, str(idea.get("pairs", "")),
             idea["verdict"] or ("confirming" if "pairs" in idea else "waiting"), why]
