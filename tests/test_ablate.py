@@ -415,7 +415,7 @@ def test_runs_that_the_clock_ends_are_of_one_cpu(seconds, gpu, tmp_path, monkeyp
     for cpu in ("2 cores of A", "2 cores of B"):
         monkeypatch.setattr(ablate, "hardware", lambda uses_gpus, cpu=cpu: cpu)
         arms.append(ablate.Arm("base", REPOSITORY / "train_gpt.py", {}))
-        ablate.make_plans(arms[-1:], {})
+        ablate.make_plans(arms[-1:], ablate.Runner(1, print))
         name = f"ablate_base_{arms[-1].tag()}_1"
         write_log(tmp_path, name, 1, 1.5, **changes)
         runs.append(effects.read_run(tmp_path / f"{name}.jsonl"))
@@ -547,12 +547,18 @@ def test_a_command_ends_if_its_first_variation_is_invalid(monkeypatch):
         answer = subprocess.CompletedProcess([], 0, output, "")
         monkeypatch.setattr(subprocess, "run", lambda *arguments, answer=answer, **options: answer)  # probe.py
         with pytest.raises(ValueError, match=f"base is {message}"):
-            ablate.make_plans([ablate.Arm("base", REPOSITORY / "train_gpt.py", {})], {})
+            ablate.make_plans([ablate.Arm("base", REPOSITORY / "train_gpt.py", {})], ablate.Runner(1, print))
+
+
+def test_a_script_that_never_answers_is_named(tmp_path):
+    (tmp_path / "train_gpt.py").write_text("import time\ntime.sleep(60)")
+    with pytest.raises(ValueError, match=r"endless is failed: the script cannot be used: it hangs \(--patience 0.025\)"):
+        ablate.make_plans([ablate.Arm("endless", tmp_path / "train_gpt.py", {})], ablate.Runner(1, print, patience=1.5))
 
 
 def test_a_folder_that_cannot_be_written_is_no_verdict(tmp_path, monkeypatch, capsys):
     """By its status, 1, a traceback would say "not better"."""
-    def make_plans(arms, environment):
+    def make_plans(arms, runner):
         for arm in arms:
             arm.plan, arm.content = {"config": {"SEED": 1}}, {"cpu": ""}
 

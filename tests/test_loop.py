@@ -173,7 +173,7 @@ def test_no_seed_is_used_twice(folder, monkeypatch):
 
 def test_what_failed_is_tried_again_at_the_next_start(folder, monkeypatch):
     """Here, c is killed before its first run, and f in it. Of an idea that was edited, only the new content is tried."""
-    def make_plans(arms, environment):
+    def make_plans(arms, runner):
         if arms[0].name.endswith("_c"):
             arms[0].verdict = "failed"
             raise ValueError("2_c is failed: the script cannot be used: ended by SIGKILL")
@@ -296,7 +296,7 @@ def test_a_loop_goes_on_in_a_project_that_was_renamed(tmp_path, monkeypatch):
         options = argparse.Namespace(folder=project / "ideas", base=None, seconds=0, diff=0.002, settings=settings)
         return loops.open_loop(options, {})
 
-    monkeypatch.setattr(loops, "make_plans", lambda arms, environment: arms[0].plan.update(config=arms[0].settings))
+    monkeypatch.setattr(loops, "make_plans", lambda arms, runner: arms[0].plan.update(config=arms[0].settings))
     monkeypatch.chdir(tmp_path)  # open_loop changes it
     (tmp_path / "old" / "ideas").mkdir(parents=True)
     (tmp_path / "old" / "train_gpt.py").touch()

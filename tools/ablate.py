@@ -142,15 +142,19 @@ def describe_end(status: int, errors: str) -> str:
     return ", ".join([f"status {status}", *lines, *last])
 
 
-def make_plans(arms: list[Arm], environment: dict) -> None:
+def make_plans(arms: list[Arm], runner: "Runner") -> None:
     """Ask each arm's script what it would train, and whether its model is valid. Raises ValueError
     for a setting that is wrong, and if the first arm cannot be used."""
     cpu = sha256(hardware(uses_gpus=False).encode()).hexdigest()[:6]
     for arm in arms:
         words = words_of({"RUN_ID": arm.name, **arm.settings})
         command = [sys.executable, ROOT / "tools" / "probe.py", arm.script, "plan", *words]
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                                errors="replace", check=False, stdin=subprocess.DEVNULL)
+        try:
+            result = subprocess.run(command, cwd=ROOT, env=runner.environment, capture_output=True, text=True, errors="replace",
+                                    check=False, stdin=subprocess.DEVNULL, timeout=min(runner.patience, 1e6))
+        except subprocess.TimeoutExpired:
+            arm.verdict, arm.reason = "failed", f"the script cannot be used: it hangs (--patience {runner.patience / 60:g})"
+            continue
         answer = result.stdout.strip().rpartition("\n")[2]  # the last line
         if result.returncode or not answer.startswith("{"):
             end = describe_end(result.returncode, result.stderr)
@@ -450,7 +454,7 @@ def shared_options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, choices=range(1, 65), default=1, metavar="N",
                         help="runs at the same time, each on its own GPU or a share of the cores")
     parser.add_argument("--patience", type=limited(0), default=30, metavar="N",
-                        help="minutes without log lines that end a run (default: %(default)s)")
+                        help="minutes without log lines that end a run, or a trial of a script before (default: %(default)s)")
     return parser
 
 
@@ -478,7 +482,7 @@ def main() -> int:
             arms = read_arms(options, Path(folder))
             os.chdir(ROOT)  # to which the paths in the settings are relative
             check_logs()
-            make_plans(arms, runner.environment)
+            make_plans(arms, runner)
             for arm in arms[1:]:
                 check_against(arms[0], arm)
             runner.runs = read_runs(LOGS)

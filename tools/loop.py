@@ -237,11 +237,11 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
     """Screen ideas, and confirm those that remain until one is kept; the others then wait."""
     ideas, kept, arms = loop.state["ideas"], loop.state["kept"], {}
     best = loop.arm_of(kept)
-    make_plans([best], runner.environment)
+    make_plans([best], runner)
     for number in numbers:
         try:
             arms[number] = loop.arm_of([*kept, number])
-            make_plans([arms[number]], runner.environment)
+            make_plans([arms[number]], runner)
             check_against(best, arms[number])
         except ValueError as error:
             verdict = arms.pop(number, best).verdict  # "failed" if the script cannot be used
@@ -293,7 +293,7 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
 def measure_claim(loop: Loop, runner: Runner) -> None:
     """Compare the best model with the start on new seeds and on the text that no run has scored."""
     start, best, seeds = loop.arm_of([]), loop.arm_of(loop.state["kept"]), loop.take_seeds(CLAIMED)
-    make_plans([start, best], runner.environment)
+    make_plans([start, best], runner)
     compare(start, [best], seeds, runner)
     if best.verdict:
         raise ValueError(f"the claim cannot be measured: {best.reason}")
@@ -346,7 +346,7 @@ def draw(loop: Loop) -> None:
     picture.savefig(loop.folder / "loop.png")
 
 
-def open_loop(options, environment: dict) -> Loop:
+def open_loop(options, runner: Runner) -> Loop:
     """Return the loop of a folder, whose claim has half of the text. The text is divided again if
     the folder was moved: its links may lead nowhere. Raises ValueError."""
     settings = read_common(options)
@@ -357,7 +357,7 @@ def open_loop(options, environment: dict) -> Loop:
     if loop.state["settings"].get("DATA_PATH") != seen:  # It is new, or was moved.
         loop.state["settings"] = settings
         start = loop.arm_of([])
-        make_plans([start], environment)
+        make_plans([start], runner)
         divide_text(Path(start.plan["config"]["DATA_PATH"]), loop.folder / "loop")
         loop.state["settings"] = {**settings, "DATA_PATH": seen}
         loop.save()
@@ -399,7 +399,7 @@ def main() -> int:
     runner = Runner(options.jobs, lambda text: print(text, flush=True), 60 * options.patience)
     try:
         with only_one(options.folder / ".lock"):
-            loop = open_loop(options, runner.environment)
+            loop = open_loop(options, runner)
             runner.runs = read_runs(LOGS)
             run_loop(loop, runner, options.finish)
     finally:
