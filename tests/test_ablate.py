@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from unittest.mock import Mock
 
 import ablate
+import common
 import effects
 import numpy as np
 import probe
@@ -285,6 +286,16 @@ def test_each_job_has_a_gpu_of_its_own(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert "OMP_NUM_THREADS" not in ablate.Runner(1, print).environment
     assert int(ablate.Runner(64, print).environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_a_driver_that_hangs_stops_no_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(common, "SMI_S", 0.2)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 30\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert ablate.Runner(1, print).places.get() == {}
+    assert "nvidia-smi has not answered in 0.2 s" in capsys.readouterr().err
 
 
 def test_runs_that_hang_or_are_killed_are_named(tmp_path):

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SMI_S = 30  # as long as the trainer waits for nvidia-smi
 sys.path.insert(0, str(ROOT))
 # For the runs that are started: glibc keeps freed memory for the next step, and takes huge pages, which is faster on CPUs.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc."
@@ -136,7 +137,11 @@ def gpu_names() -> list[str]:
     if not command:
         return []
     arguments = [command, "--query-gpu=name", "--format=csv,noheader"]
-    result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False, timeout=SMI_S)
+    except subprocess.TimeoutExpired:
+        print(f"warning: nvidia-smi has not answered in {SMI_S} s, so no GPU is known; does its driver hang?", file=sys.stderr)
+        return []
     lines = result.stdout.splitlines() if result.returncode == 0 else []  # else they say what is wrong
     return [line.strip() for line in lines if line.strip()]
 
