@@ -233,6 +233,11 @@ def note(idea: dict, arm: Arm, differences: list[float]) -> None:
         idea |= {"low": effect.low, "high": effect.high, "p": effect.p}
 
 
+def tell(idea: dict, runner: Runner) -> None:
+    """Print what is now known of an idea."""
+    runner.say("  ".join(row_of(idea)))
+
+
 def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
     """Screen ideas, and confirm those that remain until one is kept; the others then wait."""
     ideas, kept, arms = loop.state["ideas"], loop.state["kept"], {}
@@ -246,7 +251,7 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
         except ValueError as error:
             verdict = arms.pop(number, best).verdict  # "failed" if the script cannot be used
             ideas[number] |= {"verdict": verdict or "invalid", "why": str(error)}
-            runner.say("  ".join(row_of(ideas[number])))
+            tell(ideas[number], runner)
     for count in range(1, SCREENED + 1):
         loop.save()
         if not arms:
@@ -258,7 +263,7 @@ def try_ideas(loop: Loop, numbers: list[int], runner: Runner) -> None:
                 why = f"screening, pair {count}" if any(differences) else UNCHANGED
                 ideas[number] |= {"verdict": "dropped", "why": why}
             if ideas[number]["verdict"]:
-                runner.say("  ".join(row_of(ideas[number])))
+                tell(ideas[number], runner)
                 del arms[number]
     loop.save()
     for number, arm in arms.items():
@@ -282,7 +287,7 @@ def confirm_idea(loop: Loop, number: int, best: Arm, arm: Arm, runner: Runner) -
         growth = 100 * (arm.runs[0].artifact_bytes / best.runs[0].artifact_bytes - 1)
         why = f"confirmation: p = {idea['p']:.2g}, level {level:.2g}; {growth:+.1f} % bytes"
         idea |= {"verdict": verdict, "why": why}
-    runner.say("  ".join(row_of(idea)))
+    tell(idea, runner)
     state["confirmed"].append(idea["verdict"] == "kept")
     if idea["verdict"] == "kept":
         state["kept"].append(number)
