@@ -130,7 +130,7 @@ def write_log(folder, name, seed, bpb, source=SOURCE, gpu="", data="a", threads=
               "DTYPE": "float32", "MLP_SLOPE": 0.0, "SIZE_CAP": 0, **changes}
     events = [{"event": "config", "config": config, "data_sha256": {"a.bin": data}, "val_tokens": 9, "val_bytes": 30,
                "torch": "2.13.0+cpu", "world_size": 1, "threads": threads, "gpu": gpu}]
-    events += [{"event": "val", "step": 100, "val_bpb": bpb - 0.01, "step_avg_ms": 10.0},
+    events += [{"event": "val", "step": 100, "val_bpb": bpb - 0.01, "step_avg_ms": 10.0, "train_time_ms": 9000, "elapsed_s": 9},
                {"event": "export", "artifact_bytes": 5, "code_bytes": 7}, {"event": "final", "val_bpb": bpb, "elapsed_s": 9.0}]
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (events if end else events[:-1])))
@@ -531,6 +531,22 @@ def test_the_status_tells_the_verdicts(verdicts, status, monkeypatch):
     monkeypatch.chdir(REPOSITORY)  # main changes it
     monkeypatch.setattr(sys, "argv", ["ablate.py", "x", "y A=1", "z A=2", "--settings", "ITERATIONS=9"])
     assert ablate.main() == status
+
+
+@pytest.mark.parametrize("seconds, passed_s, reason", [
+    (60.0, 51, ""), (60.0, 80, "its clock counts 50.0 s of training in 80.0 s"), (0.0, 80, "")])
+def test_a_slow_clock_makes_runs_of_equal_time_invalid(seconds, passed_s, reason, tmp_path, monkeypatch):
+    write_log(tmp_path, "run", 1, 1.5, MAX_WALLCLOCK_SECONDS=seconds)
+    run = effects.read_run(tmp_path / "run.jsonl")
+    with run.log.open("a") as log:
+        log.write(json.dumps({"event": "train", "step": 200, "train_time_ms": 59_000, "elapsed_s": 9 + passed_s}) + "\n")
+    ablate.model_of(run).parent.mkdir()
+    ablate.model_of(run).touch()
+    monkeypatch.setattr(probe, "read_text", lambda config: "")
+    monkeypatch.setattr(probe, "check_artifact", lambda *arguments: (1.5, ""))
+    arm = ablate.Arm("mine", tmp_path, {}, plan={"config": {}}, runs=[run])
+    ablate.check_scores(arm, print)
+    assert (arm.reason, run.checked, arm.verdict) == (reason, reason, "invalid" * bool(reason))
 
 
 @pytest.mark.parametrize("false", ["base", "idea"])

@@ -15,8 +15,9 @@ others are compared with. All train with seed after seed, until each gets a verd
                times as wide as those of a single t-test
     undecided  --most-seeds are not enough; repeat the command with more, and it goes on
     invalid    its scores would be wrong: its logits depend on later tokens or other rows, its loss
-               is not theirs, or an artifact does not score what its log says. Not noticed: training
-               on the validation text, several updates in a step or, with --seconds, a slow clock
+               is not theirs, an artifact does not score what its log says or, with --seconds, the
+               clock is slow, by 5 % and 5 s. Not noticed: training on the validation text, several
+               updates in a step, or times that are false in all of a log
     failed     a run failed, or its model could not be scored again
 
 All train for ITERATIONS, or for --seconds, which needs a quiet machine. Finished runs in logs/ with
@@ -277,17 +278,19 @@ def model_of(run: Run) -> Path:
 
 def check_scores(arm: Arm, say) -> None:
     """Score the artifacts of the arm's runs again, by the logits of its script, on this checkout's
-    validation text. If a log has another score, the arm is invalid: a probe before training does
-    not see everything. Runs without an artifact stay unchecked."""
-    from probe import check_artifact, read_text
+    validation text. If a log has another score, or its clock is slow, the arm is invalid: a probe
+    before training does not see everything. Runs without an artifact stay unchecked."""
+    from probe import check_artifact, check_clock, read_text
     for run in arm.runs:
         if run.checked is None and not arm.verdict and model_of(run).exists():
             say(f"checking the model of {run.log.stem}: up to a minute")
-            config = read_events(run.log)[0]["config"]
             try:
+                events = read_events(run.log)
+                config = events[0]["config"]
                 text = read_text(arm.plan["config"])  # The run's data may have been moved.
-                _, run.checked = check_artifact(arm.script, model_of(run), config, text, run.bpb)
-            except ValueError as error:  # perhaps for lack of memory: not for the log
+                _, reason = check_artifact(arm.script, model_of(run), config, text, run.bpb)
+                run.checked = reason or (check_clock(events) if config["MAX_WALLCLOCK_SECONDS"] else "")
+            except (ValueError, LookupError) as error:  # perhaps for lack of memory: not for the log
                 arm.verdict, arm.reason = "failed", f"{run.log.stem}: {error}"
                 return
             with run.log.open("a", encoding="utf-8") as file:
