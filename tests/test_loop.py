@@ -153,8 +153,11 @@ def test_a_loop_ends_as_if_it_had_never_been_stopped(folder, monkeypatch):
             run(folder, Runner(number if kind == "compare" else 0))
         monkeypatch.setattr(loops, "write_whole", write)
         assert run(folder, Runner()) == whole, (kind, number)
-    with pytest.raises(ValueError, match="was made with other settings"):
-        loops.Loop(folder, {"ITERATIONS": "10"}, 1, 0.002)
+    for settings, diff, message in (({"ITERATIONS": "10"}, 0.002, "ITERATIONS is 10, but .*loop.json was made with 9: undo"),
+                                    ({}, 0.002, "ITERATIONS is not set, but .* with 9"),
+                                    ({"ITERATIONS": "9"}, 0.1, "--diff is 0.1, but .* with 0.002")):
+        with pytest.raises(ValueError, match=message):
+            loops.Loop(folder, settings, 1, diff)
 
 
 def test_no_seed_is_used_twice(folder, monkeypatch):
@@ -310,6 +313,11 @@ def test_a_loop_goes_on_in_a_project_that_was_renamed(tmp_path, monkeypatch):
     [half], trained = [*seen.glob("*_val_*.bin")], [*seen.glob("*_train_*.bin")]
     assert half.read_bytes() == before and half.stat().st_mtime == 99  # so runs in logs/ are of this text
     assert len(trained) == 2 and all(link.exists() for link in trained)
+    for name in ("SEED", "MATRIX_LR"):
+        monkeypatch.setenv(name, "5")
+        with pytest.raises(ValueError, match=f"{name} is 5, but .*loop.json was made without it"):
+            open_in(tmp_path / "new")
+        monkeypatch.delenv(name)
     shard = trained[0].resolve()
     os.utime(shard, (2e9, 2e9))
     with pytest.raises(ValueError, match=f"{shard} has changed since the loop began"):

@@ -33,10 +33,10 @@ import numpy as np
 from ablate import FOR_ALL, LOGS, Arm, Runner, check_against, make_plans, model_of, read_common, shared_options, train_all
 from common import ROOT, load_json, only_one, require_packages, run_command, table, write_whole
 from effects import ERROR, differences_of, ends_of, limits_of, p_of, pairs_of_seeds, read_runs
-from events import prepare_output, read_events
+from events import given_settings, prepare_output, read_events
 from plot import own_style, plain_label
 from probe import read_text, score_artifact
-from settings import read_settings
+from settings import read_settings, words_of
 
 SCREENED, CONFIRMED, CLAIMED = 4, 16, 6  # pairs at most
 LOOK_FROM = 4  # pairs of a confirmation
@@ -101,9 +101,11 @@ class Loop:
         file = folder / "loop.json"
         if file.exists():
             self.state = load_json(file)
-            if self.state["given"] != [settings, diff]:
-                raise ValueError(f"{file} was made with other settings, {self.state['given']}: "
-                                 "repeat them, or use another folder")
+            then, now = ({**given, "--diff": least} for given, least in (self.state["given"], [settings, diff]))
+            for name in sorted(name for name in then | now if then.get(name) != now.get(name)):
+                was = f"with {then[name]}" if name in then else "without it"
+                raise ValueError(f"{name} is {now.get(name, 'not set')}, but {file} was made {was}: "
+                                 "undo that in the command or the environment, or use another folder")
             return
         self.keep_copies("start", [ROOT / "train_gpt.py"])
         self.state = {"given": [settings, diff], "settings": settings, "seed": seed, "ideas": [],
@@ -354,10 +356,12 @@ def draw(loop: Loop) -> None:
 def open_loop(options, runner: Runner) -> Loop:
     """Return the loop of a folder, whose claim has half of the text. The text is divided again if
     the folder was moved: its links may lead nowhere. Raises ValueError."""
-    settings = read_common(options)
-    seed = int(settings.pop("SEED", 1337))
+    from train_gpt import load_config
+    words = words_of(read_common(options))
     os.chdir(ROOT)  # to which the paths in the settings are relative
-    loop = Loop(options.folder, settings, seed, options.diff)
+    config, overrides = load_config(words, dict(os.environ))
+    settings = given_settings({"overrides": overrides})
+    loop = Loop(options.folder, settings, config.seed, options.diff)
     seen = str(loop.folder / "loop" / "seen")
     if loop.state["settings"].get("DATA_PATH") != seen:  # It is new, or was moved.
         loop.state["settings"] = settings
