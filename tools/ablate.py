@@ -56,8 +56,7 @@ from events import MODEL_FILE, check_logs, limited, prepare_output, read_events
 from settings import pairs_of, read_settings, words_of
 
 LOGS = ROOT / "logs"
-HEADER = ("| change | length | verdict | effect (90 % interval) | pairs | spread of a pair | name |"
-          " base | text |")
+HEADER = "| change | length | verdict | effect (90 % interval) | pairs | spread of a pair | name | base | text |"
 BUSY = 0.6  # load of a core; a program that ended a minute ago still counts a third
 FOR_ALL = {"SEED", "ITERATIONS", "MAX_WALLCLOCK_SECONDS", "INIT_FROM", "RESUME"}
 
@@ -124,8 +123,7 @@ def read_arms(options, folder: Path) -> list[Arm]:
         own = pairs_of(words)
         script = own.pop("script", ROOT / "train_gpt.py")
         for variable in sorted(FOR_ALL & own.keys()):
-            raise ValueError(f"{name} sets {variable}, which must be equal in all: "
-                             f"--settings {variable}={own[variable]}")
+            raise ValueError(f"{name} sets {variable}, which must be equal in all: --settings {variable}={own[variable]}")
         copy = folder / str(number) / "train_gpt.py"
         copy.parent.mkdir()
         shutil.copy(script, copy)
@@ -415,8 +413,7 @@ def read_tried() -> list[dict]:
 def count_better(tried: list[dict]) -> str:
     """Return how many comparisons look better, and how many of them may be false."""
     better = sum(facts["p"] <= ERROR for facts in tried)
-    return (f"{better} look better one by one (p <= {ERROR:g}); by chance alone, about "
-            f"{ERROR * len(tried):.1f} would")
+    return f"{better} look better one by one (p <= {ERROR:g}); by chance alone, about {ERROR * len(tried):.1f} would"
 
 
 def list_tried() -> list[str]:
@@ -428,8 +425,7 @@ def list_tried() -> list[str]:
         effect = f"{facts['effect']:+.4f} ({ends_of(facts)})"
         rows.append([f"`{facts['change']}`", facts["length"], facts["verdict"], effect.replace("-", "−"),
                      facts["pairs"], f"{facts['spread']:.4f}", facts["name"], facts["base"], facts["text"]])
-    about = (f"Of all {len(tried)} comparisons, {count_better(tried)}. An interval does not allow "
-             "for the others. ")
+    about = f"Of all {len(tried)} comparisons, {count_better(tried)}. An interval does not allow for the others. "
     return [f"{about}The first six cells are for records/ablations.md.\n", *table(HEADER, rows)]
 
 

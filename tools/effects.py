@@ -13,8 +13,7 @@ import numpy as np
 from events import MAY_DIFFER_BETWEEN_SEEDS, RULE, read_events
 
 # Settings that do not change a result. The digests of the data stand for the paths.
-NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY",
-                                          "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
+NOT_CONTENT = MAY_DIFFER_BETWEEN_SEEDS | {"DATA_PATH", "TOKENIZER_PATH", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "VAL_BATCH_SIZE"}
 ERROR = 0.05  # of each end of an interval, over all looks together
 BEST_LOOK = 10  # pairs, near which most of the error is spent
 SCALE, POWER = 0.023, 1.15  # of the level of a look, by the error of all looks together
@@ -75,11 +74,9 @@ def read_run(log: Path) -> Run | None:
         start, final, export = events[0], latest["final"], latest["export"]
         cpu = re.match(".*_on_([0-9a-f]{6})_", log.stem)  # by `Arm.tag`
         content = content_of(start, source, cpu[1] if cpu else "")
-        return Run(log, content, start["config"]["SEED"], final["val_bpb"],
-                   export["artifact_bytes"] + export["code_bytes"],
+        return Run(log, content, start["config"]["SEED"], final["val_bpb"], export["artifact_bytes"] + export["code_bytes"],
                    latest["val"]["step_avg_ms"] or 1.0,  # 0 with ITERATIONS=0
-                   final["elapsed_s"], text.stat().st_mtime - final["elapsed_s"],
-                   latest.get("checked", {}).get("reason"))
+                   final["elapsed_s"], text.stat().st_mtime - final["elapsed_s"], latest.get("checked", {}).get("reason"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None  # It has no end, or is no log of this trainer.
 

@@ -35,8 +35,7 @@ SCORED_AGAIN = 1e-3  # bits per byte; compiled bfloat16 and eager float32 differ
 CUT_TOKENS = {"cpu": 2**18, "cuda": 2**22}  # for the search of leaks; at least 512 positions of 512
 FLOAT32_ATTN = "efficient"  # of a GPU's kernels that need little memory, one takes float32
 SHORT = 512  # tokens of a row of which all positions can be tried
-MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad,
-         "in inference mode": torch.inference_mode}
+MODES = {"with gradients": torch.enable_grad, "without gradients": torch.no_grad, "in inference mode": torch.inference_mode}
 # Folders of which libraries may read files while a model runs.
 LIBRARIES = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/", sys.prefix, sys.base_prefix,
              *(path for path in sys.path if path.endswith("-packages")))
