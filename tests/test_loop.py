@@ -261,6 +261,8 @@ def test_an_idea_that_changes_nothing_is_doubted(folder, monkeypatch):
 
 def test_half_written_ideas_and_mistyped_folders_wait(folder, monkeypatch, capsys):
     loop = loops.Loop(folder, {}, 1, 0.002)
+    (folder / "notes.py").mkdir()
+    (folder / "gone.env").symlink_to("nowhere")  # as a file that an editor is replacing
     (folder / "new.env").write_text("MLP_SLOPE=")
     (folder / "empty.env").touch()
     os.utime(folder / "empty.env", (time.time() - 30, time.time() - 30))

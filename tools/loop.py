@@ -139,7 +139,8 @@ class Loop:
         known = {(idea["name"], idea["digest"], Path(idea["copy"]).suffix): idea
                  for idea in self.state["ideas"]}
         ideas, unfinished = defaultdict(list), set()
-        for file in sorted([*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]):
+        files = [*self.folder.glob("[!.]*.py"), *self.folder.glob("[!.]*.env")]
+        for file in sorted(filter(Path.is_file, files)):  # not a folder, or a file that an editor replaces
             about = file.stat()
             ideas[file.stem].append(file)
             if abs(time.time() - about.st_mtime) < (1 if about.st_size else 60):
