@@ -159,10 +159,11 @@ def test_a_run_is_known_by_its_content(tmp_path, monkeypatch):
         contents.append(effects.read_run(tmp_path / "timed.jsonl").content)
     assert contents[0] != contents[1]
     write_log(tmp_path, "unfinished", 1, 1.5, end=False)
-    write_log(tmp_path, "diverged", 1, 1.5)
-    log = tmp_path / "diverged.jsonl"
-    log.write_text(log.read_text().replace('"val_bpb": 1.5', '"val_bpb": null'))
-    for name in ("unfinished", "diverged", "missing"):
+    for number in ("null", "NaN", "Infinity"):  # the last two by another script
+        write_log(tmp_path, number, 1, 1.5)
+        log = tmp_path / f"{number}.jsonl"
+        log.write_text(log.read_text().replace('"val_bpb": 1.5', f'"val_bpb": {number}'))
+    for name in ("unfinished", "null", "NaN", "Infinity", "missing"):
         assert effects.read_run(tmp_path / f"{name}.jsonl") is None
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "logs", "earlier", 1, 1.5)

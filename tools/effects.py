@@ -67,7 +67,7 @@ def read_run(log: Path) -> Run | None:
     try:
         events = read_events(log)
         latest = {event["event"]: event for event in events}
-        if "resume" in latest or latest["final"]["val_bpb"] is None:
+        if "resume" in latest or not math.isfinite(latest["final"]["val_bpb"]):  # None is no number.
             return None
         text = log.with_suffix(".txt")  # to which no check adds a line
         source = text.read_text(encoding="utf-8").partition(f"\n{RULE}")[0]
