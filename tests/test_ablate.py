@@ -339,7 +339,7 @@ def test_variations_must_differ_and_share_their_text(sizes, is_other, tmp_path):
         (tmp_path / name).mkdir()
         if size:
             (tmp_path / name / "manifest.json").write_text(json.dumps({"splits": {"val": {"decoded_bytes": size}}}))
-        plan = {"config": {"DATA_PATH": str(tmp_path / name)}}
+        plan = {"config": {"DATA_PATH": str(tmp_path / name), "TOKENIZER_PATH": "byte260"}}
         arms.append(ablate.Arm(name, tmp_path, {}, plan=plan, content={"data": name}))
     with pytest.raises(ValueError, match="a is equal to a"):
         ablate.check_against(arms[0], arms[0])
@@ -347,6 +347,9 @@ def test_variations_must_differ_and_share_their_text(sizes, is_other, tmp_path):
         ablate.check_against(*arms)
     arms[1].plan = arms[0].plan
     ablate.check_against(*arms)  # other rows of the same folder
+    arms[1].plan = {"config": {**arms[0].plan["config"], "TOKENIZER_PATH": "gpt2"}}
+    with nullcontext() if sizes[0] else pytest.raises(ValueError, match="b is scored on another text"):
+        ablate.check_against(*arms)  # which has more bytes to the trainer, unless a manifest says how many
 
 
 def test_the_order_of_a_pair_alternates(tmp_path):

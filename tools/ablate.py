@@ -179,13 +179,13 @@ def check_against(first: Arm, arm: Arm) -> None:
         raise ValueError(f"{arm.name} is scored on another text than {first.name}")
 
 
-def text_of(plan: dict) -> int | str:
-    """Return what tells a validation text from others: its bytes, whatever the tokenizer, or the
-    folder, if no manifest has them."""
-    folder = plan["config"]["DATA_PATH"]
+def text_of(plan: dict) -> int | tuple:
+    """Return what tells a validation text from others: its bytes, whatever the tokenizer, or if no
+    manifest has them, the folder and the tokenizer, by which the trainer counts them."""
+    folder, tokenizer = plan["config"]["DATA_PATH"], plan["config"]["TOKENIZER_PATH"]
     manifest = Path(folder, "manifest.json")
     splits = load_json(manifest).get("splits", {}) if manifest.exists() else {}
-    return splits.get("val", {}).get("decoded_bytes", folder)
+    return splits.get("val", {}).get("decoded_bytes", (folder, tokenizer))
 
 
 # ---- Runs ------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Runner:
         name = f"ablate_{arm.name}_{arm.tag()}_{seed}"
         own = {"SEED": seed, "RUN_ID": name, "OUT_DIR": f"logs/{name}"}
         command = [sys.executable, arm.script, *words_of(arm.settings | own)]
-        log, error = LOGS / f"{name}.jsonl", "its log is not of the run that was planned"
+        log, error = LOGS / f"{name}.jsonl", "its log is not of the run that was planned, or older than files that it read"
         (LOGS / name).mkdir(parents=True, exist_ok=True)
         with (LOGS / name / "lock").open("w") as lock:
             if not can_lock(lock):
