@@ -570,6 +570,24 @@ def test_a_false_score_is_known_from_the_log(false, tmp_path, monkeypatch):
     assert not runner.processes and (arms[1].verdict, arms[1].reason) == ("invalid", reason)
 
 
+def test_a_first_variation_that_proves_invalid_later_leaves_no_verdict(tmp_path, monkeypatch):
+    """When an artifact of its third run does not score what the log says, one variation is already called better."""
+    arms, found = judged_arms(tmp_path, [-0.01, -0.01], "", MLP_SLOPE=0.5), []
+    arms += judged_arms(tmp_path, [0.0, 0.01], "", "slow", MLP_SLOPE=0.1)[1:]
+
+    def train_all(arms, seeds, runner):
+        found.append([facts["verdict"] for facts in ablate.read_tried()])
+        if len(seeds) == 3:
+            arms[0].verdict, arms[0].reason = "invalid", "its log says 1.0"
+
+    arms[0].plan["config"]["SEED"] = 0
+    monkeypatch.setattr(ablate, "LOGS", tmp_path)
+    monkeypatch.setattr(ablate, "train_all", train_all)
+    ablate.train_until_clear(arms, ablate.Runner(1, print), argparse.Namespace(most_seeds=3, diff=0.002, jobs=1))
+    assert sorted(found[1]) == ["better", "undecided"] and not ablate.read_tried()
+    assert [arm.verdict for arm in arms[1:]] == ["invalid", "invalid"]
+
+
 def test_a_command_ends_if_its_first_variation_is_invalid(monkeypatch):
     start = {"config": {"MAX_WALLCLOCK_SECONDS": 0}, "data_sha256": {}, "val_tokens": 9, "val_bytes": 9, "torch": "2", "gpu": "", "world_size": 1}
     for output, message in ((json.dumps({**start, "reason": "its logits differ"}), "invalid: its logits differ"),

@@ -334,7 +334,7 @@ def train_until_clear(arms: list[Arm], runner: Runner, options) -> None:
     seed, count = first.plan["config"]["SEED"], 2
     while undecided := [arm for arm in rest if not arm.verdict]:
         train_all([first, *undecided], range(seed, seed + count), runner)
-        for arm in undecided:
+        for arm in rest if first.verdict == "invalid" else undecided:  # Its scores were false before, too.
             if first.verdict:
                 arm.verdict = first.verdict
                 arm.reason = f"{first.name}, the first one: {first.reason}"
