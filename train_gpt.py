@@ -793,7 +793,8 @@ def parse_value(name: str, text: str):
     try:
         return type(f.default)(text.lower() if choices else text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be of type {type(f.default).__name__}") from None
+        kind = "whole number" if isinstance(f.default, int) else "number"
+        raise ValueError(f"{name}={text!r} must be a {kind}, like {f.default}") from None
 
 def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, tuple[str, str]]:
     """The text and origin of each name that is set. Raises ValueError, OSError."""

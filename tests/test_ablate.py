@@ -627,7 +627,7 @@ def test_mistakes_in_the_command_are_named(tmp_path, monkeypatch, capsys):
     settings, base = [*tiny_arguments(data), "SEED=1"], tmp_path / "base.env"
     base.write_text("\ufeffMLP_SLOPE=low\n", encoding="utf-8")
     for words, message in (([], "give at least two variations"), (["x"], "give at least two variations"),
-                           (["x", "y", "--base", str(base)], "must be of type float\n"), (["x", "x A=1"], "two variations are called x"),
+                           (["x", "y", "--base", str(base)], "must be a number, like 0.0\n"), (["x", "x A=1"], "two variations are called x"),
                            (["x", "MLP_SLOPE=0.5"], "'MLP_SLOPE=0.5' must begin with a name"), (["x", ""], "'' must begin with a name"),
                            (["x", "y SEED=2"], "y sets SEED"), (["x", "y script=no.py"], "[Errno 2] No such file or directory: 'no.py'"),
                            (["x", "y INIT_FROM=9"], "y sets INIT_FROM, which must be equal in all"),

@@ -62,8 +62,8 @@ def test_values(monkeypatch, argument, value):
 
 
 @pytest.mark.parametrize("argument, wanted", [
-    ("NUM_LAYERS=four", "NUM_LAYERS='four' must be of type int"),
-    ("MATRIX_LR=", "MATRIX_LR='' must be of type float"),
+    ("NUM_LAYERS=four", "NUM_LAYERS='four' must be a whole number, like 9"),
+    ("MATRIX_LR=", "MATRIX_LR='' must be a number, like 0.02"),
     ("MATRIX_LR=nan", "MATRIX_LR=nan must be from 0 to"), ("ITERATIONS=-1", "ITERATIONS=-1 must be from 0 to"),
     ("SEED=9223372036854775808", r"SEED=9223372036854775808 must be from 0 to 1e\+18"),
     ("LOGIT_SOFTCAP=1e6", "LOGIT_SOFTCAP=1000000.0 must be <= 1000"),  # 2 * sigmoid - 1 would round logits
