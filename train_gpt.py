@@ -729,8 +729,8 @@ def start_ranks(config) -> Ranks:
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # by torchrun's restarts
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -738,6 +738,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
+        shared.add("starts", rank == 0)  # All ranks have read it.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -868,7 +869,7 @@ class RunLog:
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         self.files = (sys.stdout, self.text)
         self.line(str(paths[0]), sys.stdout)
-        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
+        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null", errors="replace")
         self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
 
@@ -1079,8 +1080,8 @@ def read_saved(path: str | Path) -> dict:
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
-        packed = Path(path).read_bytes()  # The limit below stops zip bombs.
-        source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
+        data = Path(path).read_bytes()  # The limit below stops zip bombs.
+        source = io.BytesIO(zlib.decompressobj().decompress(data, max(2**26, 32 * len(data))))
     with zipfile.ZipFile(source) as archive:
         require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
         require(archive.testzip() is None, "a checksum is wrong; copy it again")
@@ -1311,8 +1312,9 @@ def plan_batch(config, ranks) -> Config:
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
-    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
-            f"(GRAD_ACCUM_STEPS * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
+    require(tokens == nearest or not config.iterations,  # A run that only scores reads none.
+            f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (GRAD_ACCUM_STEPS * ranks "
+            f"* TRAIN_SEQ_LEN); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
@@ -1321,7 +1323,7 @@ def plan_batch(config, ranks) -> Config:
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
-    rows = tokens // (ranks.world_size * length)  # of a rank
+    rows = max(1, tokens // (ranks.world_size * length))  # of a rank
     at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
     return replace(config, grad_accum_steps=spans_per_rank, micro_batch_tokens=at_once * length)
 
@@ -1372,7 +1374,7 @@ train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
-    if c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
+    if loader and c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
         log.line("the defaults are for eight GPUs; on a CPU, take @records/presets/quick.env")
     if resumed_from:
         log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
@@ -1392,9 +1394,8 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        # The last error that the compiler printed, without its listing.
-        cause = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
-        raise ValueError(f"COMPILE={mode} failed: {' '.join(cause):.400}; try 0") from None
+        last_error = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
+        raise ValueError(f"COMPILE={mode} failed: {' '.join(last_error):.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager

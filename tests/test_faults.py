@@ -492,6 +492,9 @@ def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
     """A full disk, a console that was closed with its stderr, one that has no name or cannot show a letter."""
     monkeypatch.chdir(tmp_path)
     train_gpt.Path("logs").mkdir(exist_ok=True)
+    train_gpt.Path("nvidia-smi").write_text(r"#!/bin/sh" "\n" r"printf '\205'" "\n")  # a path in no known encoding
+    train_gpt.Path("nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     log = train_gpt.RunLog("run", "", is_main=True)
     closed = Mock(spec=["write"], write=Mock(side_effect=ValueError("closed")))
     with open("logs/run.txt", encoding="utf-8") as unwritable, open("ascii", "w", encoding="ascii") as narrow:
@@ -569,7 +572,7 @@ def worker(data):
     def start(folder, **settings):
         settings = {"RUN_ID": folder, "OUT_DIR": folder, "ITERATIONS": 9, "VAL_LOSS_EVERY": 4, **settings}
         sys.argv[1:] = tiny_arguments(data, **settings)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(starts))  # as if torchrun had started the ranks again
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(starts) * is_second)  # as --rdzv-backend=c10d does
         starts.append(folder)
         os._exit = lambda status: None
         status = train_gpt.main()

@@ -132,7 +132,7 @@ def test_each_run_has_a_folder_of_its_own_and_is_found_by_its_name(data, tmp_pat
     other, = (path for path in (tmp_path / "logs").iterdir() if path.is_dir() and path.name != "first")
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", other.name)
     assert {path.name for path in other.iterdir()} == {"checkpoints", "final_model.int8.ptz", "final_model.pt"}
-    run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="", RUN_ID="score", ITERATIONS=0,
+    run_here(monkeypatch, tmp_path, *tiny_arguments(data, OUT_DIR="", RUN_ID="score", ITERATIONS=0, TRAIN_BATCH_TOKENS=4001,
                                                      INIT_FROM=f"logs/first/{train_gpt.MODEL_FILE}"))
     scored, final = (events(tmp_path, name)[-1]["val_loss"] for name in ("score", "first"))
     assert scored == pytest.approx(final, abs=1e-6)

@@ -80,7 +80,7 @@ def outcome(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(type(module)))
         patch.setattr(torch, "compile", lambda function, **_: compiled.append("function") or function)
-        patch.setattr(train_gpt.subprocess, "getoutput", lambda command: "")  # It would take a third of the time.
+        patch.setattr(train_gpt.subprocess, "getoutput", lambda command, errors: "")  # It would take a third of the time.
         run("CHECKPOINT_EVERY=1", name="start")
         assert run() == run("SEED=1337")  # Runs repeat: what differs below is no noise.
         yield run
