@@ -983,6 +983,7 @@ class Validation:
         self.num_targets = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
         self.tokens = tokens[:self.num_targets + 1]
         self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
+        require(self.bytes, f"{source.parent}: no validation row has text; prepare more")
 
     def score(self, model, stride=0) -> dict[str, float]:
         """Score rows, or windows of a row's length that move by `stride`. Collective."""
@@ -1016,8 +1017,7 @@ class Validation:
 def quantize_tensor(tensor, bits=0, clip=0.0):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
     Bits 0 means 8 as published: clipped at percentile 99.99984, matrices' scales >= 1/127."""
-    is_matrix = tensor.ndim == 2
-    levels = 2 ** ((bits or 8) - 1) - 1
+    is_matrix, levels = tensor.ndim == 2, 2 ** ((bits or 8) - 1) - 1
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
     if not bits:
         limits = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)

@@ -105,9 +105,10 @@ def test_ids_beyond_the_vocabulary_are_found_where_they_are_read(tmp_path):
     with pytest.raises(ValueError, match="s_train_000001.bin holds token 65535.*VOCAB_SIZE=260"):
         for step in range(60):
             loader.batches(step)
-    write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + [260])  # in all of the validation text
-    with pytest.raises(ValueError, match="x_val_000000.bin holds token 260.*VOCAB_SIZE=260"):
-        train_gpt.Validation(config, one_process())
+    for tokens, message in (([260], "x_val_000000.bin holds token 260.*VOCAB_SIZE=260"), ([70], f"{tmp_path}: no validation row has text; prepare more")):
+        write_shard(tmp_path / "x_val_000000.bin", [1] * 40 + tokens)  # in all of the validation text, but not in its row of 32
+        with pytest.raises(ValueError, match=message):
+            train_gpt.Validation(config, one_process())
 
 
 @pytest.mark.parametrize("length, stride, world_size, micro", [
