@@ -660,8 +660,7 @@ def train(trainer, loader, validation, log):
     A turn does what is due, then makes a step; a GPU computes it while the next batch is
     read. The time is estimated except at steps where the ranks wait and agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step = clock.step
-    last_logged = (clock.step, clock.time_ms)
+    saved_step, last_logged = clock.step, (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves_end = is_done and (config.checkpoint_every or saved_step)  # so RESUME=auto finds it
@@ -856,7 +855,8 @@ def set_aside(*paths: Path):
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
+        with suppress(OSError, ValueError):  # The console may be closed.
+            print(f"the earlier {path} is kept as {aside.name}", file=sys.stderr)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""

@@ -129,6 +129,8 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     assert next(e for e in log if e["event"] == "resume")["step"] == 3 and artifacts(checkpointed) == artifacts(whole)
     kept = list((checkpointed / "checkpoints").glob("run_0000000[69].*.pt"))
     assert len(kept) == 2 and not six.exists()  # They were later than the resumed one: set aside.
+    assert re.findall(r"the earlier logs/run(\.\w+) is kept as run\.\d+(\.\w+)\n", out) == [(".txt",) * 2, (".jsonl",) * 2]
+    assert "Warning" not in out  # What is expected on a resume must not look like a fault.
     assert read_checkpoint(nine)["step"] == 9  # that of the resumed run's end
     nine.write_bytes(b"PK")
     for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it has another format"}.items():
