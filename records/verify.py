@@ -134,12 +134,10 @@ def check_request(track: dict, division: str, count: int, settings: dict, findin
     rooted = [key for key, value in settings.items() if str(value).startswith(("/", "~", ".."))]
     findings.check(not rooted, f"{', '.join(rooted)} must be relative to the repository")
     for key, values in track.get("settings", {}).items():
-        findings.check(settings.get(key) in values,
-                       f"{key}={settings.get(key)!r} is not one of {values}")
+        findings.check(settings.get(key) in values, f"{key}={settings.get(key)!r} is not one of {values}")
     if limit := track.get("max_train_seconds"):
         cap = settings["MAX_WALLCLOCK_SECONDS"]
-        findings.check(0 < cap <= limit, f"MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and "
-                       f"at most {limit:g}")
+        findings.check(0 < cap <= limit, f"MAX_WALLCLOCK_SECONDS={cap:g} must be more than 0 and at most {limit:g}")
 
 
 def check_machine(track: dict, ranks: int, threads: int, gpu: str, findings: Findings):
@@ -274,11 +272,13 @@ def rescore(folder: Path, division: str, seeds: list[dict], findings: Findings) 
     for seed in seeds:
         number, bpb = seed["seed"], seed["val_bpb"]
         artifact = folder / f"artifact_seed{number}.int8.ptz"
+        if not findings.check(artifact.is_file(), f"{artifact.name} is not in the folder, as git keeps none of 2 MB or "
+                              "more: put it there, from the link in the record's README.md or its release"):
+            continue
         scored, reason = check_artifact(folder / "train_gpt.py", artifact, seed["settings"], text,
                                         bpb, seed["threads"], seed["stride"])
         findings.check(not reason, f"seed {number}: {reason}")
-        lines.append(f"seed {number}: scored again {scored:.8f}, in the log {bpb:.8f}, "
-                     f"{scored - bpb:+.1e}")
+        lines.append(f"seed {number}: scored again {scored:.8f}, in the log {bpb:.8f}, {scored - bpb:+.1e}")
     return lines
 
 
@@ -299,8 +299,7 @@ def check_files(folder: Path, seeds: list[dict], findings: Findings):
     for name in sorted(there & artifacts.keys()):
         data = (folder / name).read_bytes()
         wanted = artifacts[name]["artifact_bytes"], artifacts[name]["artifact_sha256"]
-        findings.check((len(data), sha256(data).hexdigest()) == wanted,
-                       f"{name} is not the artifact of the log")
+        findings.check((len(data), sha256(data).hexdigest()) == wanted, f"{name} is not the artifact of the log")
 
 
 def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str]]:
@@ -308,8 +307,7 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
     findings = Findings()
     submission = {**AUTHORED, **load_json(folder / "submission.json")}
     named = f"{submission['track']}/{submission['date']}_{submission['name']}"
-    findings.check(named == f"{folder.parent.name}/{folder.name}",
-                   f"submission.json is of {named}")
+    findings.check(named == f"{folder.parent.name}/{folder.name}", f"submission.json is of {named}")
     computed, seeds = make_claims(folder, submission, findings)
     if not computed:
         return findings, []
@@ -318,8 +316,7 @@ def verify_record(folder: Path, again: bool = False) -> tuple[Findings, list[str
                        for claims in (submission, computed))
     for key in sorted((claimed.keys() | wanted.keys()) - AUTHORED.keys()):
         claim, number = claimed.get(key, "nothing"), wanted.get(key, "nothing")
-        findings.check(claim == number,
-                       f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
+        findings.check(claim == number, f"submission.json: {key} is {claim!r}, but the logs give {number!r}")
     check_files(folder, seeds, findings)
     notes = [f"{describe_score(computed)}, at most {computed['bytes_total']:,} bytes"]
     if submission["base"]:

@@ -145,13 +145,13 @@ def test_one_bad_folder_does_not_hide_the_others_and_is_named(records, monkeypat
     monkeypatch.setattr(verify, "ROOT", records.parents[2])
     with pytest.raises(SystemExit, match="^1$"):
         run_script(monkeypatch, verify)
-    assert re.findall(r"^\S+_(\w+): (\w+)", capsys.readouterr().out, re.M) == [
-        ("Empty", "refused"), ("Control", "accepted"), ("Slow", "accepted")]
+    assert re.findall(r"^\S+_(\w+): (\w+)", capsys.readouterr().out, re.M) == [("Empty", "refused"), ("Control", "accepted"), ("Slow", "accepted")]
     put(records / "submission.json", val_bpb=1.0, hardware=None)
     assert re.findall(r"\[\S+_(\w+)\]\(track_tiny/", make.leaderboard(records.parents[1])) == ["Control"]
 
 
 AGAIN = {
+    "an artifact that git does not keep": (lambda f: (f / "artifact_seed2.int8.ptz").unlink(), "^artifact_seed2.int8.ptz is not in the folder, .*: put it there"),
     "another artifact": (lambda f: (f / "artifact_seed1.int8.ptz").rename(f / "artifact_seed2.int8.ptz"), "seed 2: its log says .*, but by its logits"),
     "other shards here": (lambda f: pin(f, train_shards_sha256=["0"]), "the train shards of tiny are not those"),
     "a model that reads a file": (lambda f: edit(f / "train_gpt.py", "return x if lane", "return x * bool(open(__file__)) if lane"), "it reads /.*train_gpt.py while"),
@@ -203,8 +203,7 @@ def test_mistakes_are_found_before_the_runs(root, monkeypatch, capsys, tmp_path,
 
 def test_finished_runs_are_kept_and_a_trainer_that_is_left_keeps_others_away(root, monkeypatch, capsys):
     monkeypatch.setattr(make, "launcher", lambda ranks: ["sh", "-c", "trap 'exit 3' TERM; sleep 5 & sleep 2; kill $PPID; wait"])  # as a scheduler
-    options = argparse.Namespace(name="Control", ranks=1, seeds=[1, 2], division="tiny")
-    settings = {**TINY, "DATA_PATH": "tiny", **CAP}
+    options, settings = argparse.Namespace(name="Control", ranks=1, seeds=[1, 2], division="tiny"), {**TINY, "DATA_PATH": "tiny", **CAP}
     assert make.run_seeds(options, TRACK, settings) == ["Control_seed1", "Control_seed2"]
     assert capsys.readouterr().out.count("has already finished") == 2
     with pytest.raises(ValueError, match="^seed 1: bytes is .*, more than 90,000; the other seeds are not trained"):
