@@ -124,6 +124,9 @@ def package(options, folder: Path, run_ids: list[str]):
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    if options.runs and not start["gpu"]:  # A log names no CPU.
+        print(f"hardware: {authored['hardware']}, which is this computer; if the runs are of another one, "
+              f"name that in {folder}/submission.json and run --again {folder}")
 
 
 def copy_run(folder: Path, run_id: str):
@@ -220,8 +223,7 @@ def leaderboard(records: Path) -> str:
 
 def main():
     records = ROOT / "records"
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--track", help="a folder of records/ (example: track_10min_1mb_cpu)")
     add("--name", default="", help="of the record (example: Wider_MLP)")

@@ -223,10 +223,11 @@ def test_settings_are_the_bases_then_those_of_files_then_the_commands(root):
     assert not {"TOKENIZER_PATH", "TOKENIZER_SHA256", "VOCAB_SIZE"} & make.plan_settings(options, {}).keys()
 
 
-def test_a_record_of_the_open_track_is_written_again_and_its_notes_are_kept(root, monkeypatch):
+def test_a_record_of_the_open_track_is_written_again_and_its_notes_are_kept(root, monkeypatch, capsys):
     shutil.copytree(REPOSITORY / "records" / "track_open", root / "records" / "track_open")
     assert run_make(monkeypatch, "--track", "track_open/", "--division", "own", "--name", "Alone", "--author", "me", "--runs", "Control_seed1") == 0
-    folder = next(root.glob("records/track_open/*_Alone"))
+    folder, said = next(root.glob("records/track_open/*_Alone")), capsys.readouterr().out
+    assert f"which is this computer; if the runs are of another one, name that in {folder}/submission.json" in said
     (folder / "README.md").write_text((folder / "README.md").read_text() + "Written by hand.\n")
     put(folder / "submission.json", blurb="Another blurb.", author="A | B\nC")
     assert run_make(monkeypatch, "--again", str(folder)) == 0
