@@ -660,7 +660,8 @@ def train(trainer, loader, validation, log):
     A turn does what is due, then makes a step; a GPU computes it while the next batch is
     read. The time is estimated except at steps where the ranks wait and agree on it."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
-    saved_step, last_logged = clock.step, (clock.step, clock.time_ms)
+    saved_step = clock.step
+    last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
         saves_end = is_done and (config.checkpoint_every or saved_step)  # so RESUME=auto finds it
@@ -855,8 +856,7 @@ def set_aside(*paths: Path):
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        with suppress(OSError, ValueError):  # The console may be closed.
-            print(f"the earlier {path} is kept as {aside.name}", file=sys.stderr)
+        warnings.warn(f"the earlier {path} is kept as {aside.name}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""
@@ -1017,7 +1017,8 @@ class Validation:
 def quantize_tensor(tensor, bits=0, clip=0.0):
     """int8 values of `bits` bits; scales: float16 (rows,) of a matrix, else one float32.
     Bits 0 means 8 as published: clipped at percentile 99.99984, matrices' scales >= 1/127."""
-    is_matrix, levels = tensor.ndim == 2, 2 ** ((bits or 8) - 1) - 1
+    is_matrix = tensor.ndim == 2
+    levels = 2 ** ((bits or 8) - 1) - 1
     rows = tensor.float().reshape(len(tensor) if is_matrix else 1, -1)
     if not bits:
         limits = torch.quantile(rows.abs(), 0.9999984, dim=1, keepdim=True)
@@ -1337,7 +1338,6 @@ def resolve(config, ranks) -> Config:
     mode = modes[device] if config.compile == "auto" else config.compile
     config = replace(config, compile=mode if config.iterations else "0")
     config = plan_batch(config, ranks)
-    # Each rank draws one of its own, but only rank 0 names files by it.
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
     digest = sha256(path.read_bytes() if path.is_file() else path.name.encode()).hexdigest()
@@ -1463,7 +1463,7 @@ def main() -> int:
         settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
         print(__doc__, re.sub(r"\n    \w+:", lambda match: match[0].upper(), settings))
         return 0
-    warnings.formatwarning = lambda text, kind, *place: f"{kind.__name__}: {text}\n"
+    warnings.formatwarning = lambda text, *place: f"note: {text}\n"
     try:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
