@@ -3,7 +3,7 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
     torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, or in the environment, or in a file @FILE; first wins.
+Set NAME=value as an argument, in the environment or in @FILE, which rank in this order.
 The science comes first, from Config to train; the rest is machinery. Tensor shapes:
 B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
 "As published" means: as in the script of the parameter-golf challenge.
@@ -48,10 +48,10 @@ MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # signals
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # others' variables
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
-           "skip_weight,skip_weights")  # parts of names, as published; some match nothing
+           "skip_weight,skip_weights")  # parts of parameters' names, as published
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
 LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else 0 to 1e18
@@ -110,10 +110,10 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # for AdamW; small ones are exported as they are
+    control_tensor_name_patterns: str = CONTROL  # tensors for AdamW, exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # the rates fall over the last N steps; <= 0: never
+    warmdown_iters: Signed = 3000  # rates fall N steps before the cap, else the end; <= 0: never
     warmdown_fraction: Share = 0.0  # the same as a share of the run; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
     # Run: RESUME accepts other values of these, if the text and its order stay the same.
@@ -129,7 +129,7 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of text per rank in a step; 0: about 8 in all
+    grad_accum_steps: int = 0  # contiguous spans per rank in a step; 0: about 8 in all
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -141,7 +141,7 @@ class Config:
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of model and code; a set EXPORT_CLIP is raised to fit; 0: off
+    size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP, if set; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -162,7 +162,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, trainin
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]  # what an artifact stores
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # despite INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: a quarter of q (B, K, H/K, T, C) skips k and v (B, K, T, C) after it."""
+    """For CPUs: a quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
     outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
@@ -251,7 +251,7 @@ def smear(x, share):
 def shift_keys(k):
     """Take half the channels of k (B, T, K, C) from the token before, so that one layer can find
     what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
-    pairs = k.size(3) // 2
+    pairs = k.size(3) // 2  # of channels, which `rotate` turns, the fastest first
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
     return torch.where(pair < pairs // 2, k, token_before(k))  # The slower half moves.
 
@@ -357,7 +357,7 @@ class GPT(nn.Module):
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # some tools leave "auto"
         width = config.model_dim
         size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(size, width)  # The order decides the weights.
+        self.tok_emb = nn.Embedding(size, width)  # Modules draw weights in this order.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -366,10 +366,10 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # Compiling fixes floats.
+        rate = torch.zeros(()) if config.dropout else None  # A float would be baked in.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
-            if config.init == "by_name":  # Then no tensor depends on others' shapes.
+            if config.init == "by_name":  # Then no draw below depends on other tensors.
                 torch.manual_seed(config.seed + zlib.crc32(name.encode()))
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
                 depth = 2 * config.num_layers if ".proj." in name else 1
@@ -378,7 +378,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name == "tok_emb.weight" and config.tie_embeddings:
                 nn.init.normal_(p, std=config.tied_embed_init_std)
-            elif config.init == "by_name" and re.match("blocks.*weight", name):
+            elif config.init == "by_name" and re.fullmatch(r"blocks\..*\.weight", name):
                 nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # as nn.Linear does
         pairs = width // config.num_heads // 2
         frequencies = config.rope_base ** -(torch.arange(pairs) / pairs)
@@ -409,7 +409,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # Like x, the lane has all blocks' outputs.
+        return x if lane is None else lane  # Both have all blocks' outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -459,7 +459,7 @@ class Muon(torch.optim.Optimizer):
         node_rank, node_size = (node.rank(), node.size()) if node else (0, 1)
         pending, gathers = [], []
         for shape, params in self.banks.items():
-            grads = torch.stack([p.grad for p in params])
+            grads = torch.stack([p.grad for p in params])  # a copy, which changes below
             state = self.state[params[0]]
             momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
             state["momentum_buffer"] = momentum
@@ -540,7 +540,7 @@ class TokenLoader:
             place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
-            left = int(self.ends[index]) - place  # tokens in the rest of the shard
+            left = int(self.ends[index]) - place  # tokens from there to the shard's end
             parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
             start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
@@ -551,15 +551,15 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last, number 1e6, is whole: falling rates see every row.
+        # A run's last steps read a whole epoch, if two fit: falling rates see every row.
+        # Its number, 10**6, has an order of its own, which no other epoch reaches.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
-        for place in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
-            piece = place
+        for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
-                order = epoch_order(config.seed, place // self.rows, self.rows)
-                piece = int(order[place % self.rows])  # a row
+                epoch, place = divmod(piece, self.rows)
+                piece = int(epoch_order(config.seed, epoch, self.rows)[place])  # a row
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
@@ -571,7 +571,7 @@ class TokenLoader:
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
     The rates fall by a cosine after the warm-up (arXiv:1608.03983), or linearly: over the
-    last WARMDOWN_FRACTION of a run; if that is 0, over WARMDOWN_ITERS steps or their time."""
+    last WARMDOWN_FRACTION of a run; if 0, over WARMDOWN_ITERS steps up to the cap, or end."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -606,7 +606,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one: they all come at once
+                           bucket_cap_mb=1 << 20)  # one bucket: all are ready together
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -682,10 +682,10 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits idle GPUs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waiting costs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
-            # In float16, gradients may overflow until the scale fits; one below 2**-20 never will.
+            # In float16, gradients may overflow until the scale fits; below 2**-20 none will.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             watched = loss if can_overflow else loss + norm
             if clock.synchronize(is_bad=not watched.isfinite()):
@@ -729,8 +729,8 @@ def start_ranks(config) -> Ranks:
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        shared, *_ = next(dist.rendezvous("env://", rank, size))  # by torchrun's restarts
-        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # It outlives restarts.
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # new keys at each
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -738,7 +738,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
-        shared.add("starts", rank == 0)  # All ranks have read it.
+        shared.add("starts", rank == 0)  # All have read it: count this start.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -806,7 +806,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
     given = {}
-    for word, origin in words:  # The last one wins.
+    for word, origin in words:  # Arguments come last and win.
         name, is_pair, text = word.partition("=")
         require(is_pair, f"{word!r} ({origin}) is not NAME=value, like NUM_LAYERS=9; see --help")
         given[name] = (os.path.expanduser(text), origin)
@@ -842,11 +842,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     for name in given.keys() - FIELDS.keys():  # not settings
         text, origin = given.pop(name)
         near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.85)
-        if not near and origin != "environment":  # where others' variables are, too
-            near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.5)
+        if origin == "environment" and not near:
+            continue  # another program's
+        near = near or difflib.get_close_matches(name.upper(), FIELDS, 2, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
-        require(origin == "environment" and not near,
-                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
+        raise ValueError(f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
@@ -882,7 +882,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl (inf, NaN: null); formatted by `text`, to console and .txt."""
+        """Write values to the .jsonl (inf, NaN: null), and `text` with them as `line` does."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -970,12 +970,12 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        # A run that only scores needs no training shards.
+        # Without training, listed shards may be missing; unlisted ones are always wrong.
         odd = sorted((there ^ listed) if config.iterations else (there - listed))
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
-        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]
+        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]  # by the token before
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
         wanted = [size if claim is None else claim for claim, size in zip(claims, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
@@ -1026,7 +1026,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
-        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # as stored
+        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # rounded as stored
     rounded = (rows / scales).round().clamp(-levels, levels)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
@@ -1187,7 +1187,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # off the clock, as `signals_kept` disables gc; young objects: fast
+        gc.collect(1)  # gc is off while training; only young objects, which takes no time
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1219,7 +1219,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Loading it restores base_lr and drops new moments.
+    before = trainer.state_dict()  # Rate 0 keeps its weights; loading resets the rest.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1316,7 +1316,7 @@ def plan_batch(config, ranks) -> Config:
     require(tokens == nearest or not config.iterations,  # A run that only scores reads none.
             f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (GRAD_ACCUM_STEPS * ranks "
             f"* TRAIN_SEQ_LEN); the nearest is {nearest}")
-    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token
+    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token in x
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
@@ -1420,7 +1420,7 @@ def run(config, overrides: dict, source: str) -> int:
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths may differ.
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # no paths or modes
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
@@ -1430,7 +1430,7 @@ def run(config, overrides: dict, source: str) -> int:
     if checkpoint:
         resume(trainer, loader, checkpoint)
     if ranks.rank == 0:
-        Path("logs").resolve().mkdir(exist_ok=True)  # An error names the link's target.
+        Path("logs").resolve().mkdir(exist_ok=True)  # Make a link's missing target, too.
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
@@ -1470,7 +1470,7 @@ def main() -> int:
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         oom = isinstance(error, torch.OutOfMemoryError)
-        hint = "\nLower MICRO_BATCH_TOKENS; 3e9 parameters fill 80 GB" if oom else ""
+        hint = "\nLower MICRO_BATCH_TOKENS; a model of 3e9 parameters fills 80 GB" if oom else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
