@@ -46,7 +46,7 @@ MANY_DOCUMENTS = 1000  # of which a split by hash has some on both sides
 VAL_FRACTION, VAL_BYTES = 0.05, 20_000_000  # by default, at most
 PACKED = 4  # about the bytes of text in one of a packed file; rather too many, as VAL_BYTES is a limit
 SOTU_BYTES = 12_000_000
-VERSION = "data/prepare.py 3"  # to be raised if the data sets change: an unfinished one is only continued by the same version
+VERSION = "data/prepare.py 4"  # to be raised if the data sets change: an unfinished one is only continued by the same version
 LEARNT = re.compile(r"(sp|unigram|caseops)(\d+)|char")
 SMALLEST = 261  # pieces: four special ones, the 256 bytes and the space
 SAMPLE_BYTES = 32 << 20  # of training text, from which a vocabulary is learnt
@@ -60,29 +60,44 @@ def parts_of(text: str) -> Iterator[str]:
 
 def choose_by_hash(options) -> None:
     """If the split is by hash and there are few documents, see that both splits have one. Sets options.chosen to the hashes of
-    the validation documents, or None if there are many; options.cut to the characters for training of a single document."""
+    the validation documents, or None if there are many; options.cut to the characters for validation at the end of the only one
+    of these, if it is the only document or much larger than their share, or None."""
     options.chosen = options.cut = None
     limit = math.inf if options.max_docs is None else options.max_docs
     is_stream = any(source.startswith(HUB) for source in options.sources) and limit > MANY_DOCUMENTS
     if options.val_file or options.val_docs is not None or options.val_fraction == 0 or is_stream:
         return
-    reader, sizes, first, count = Reader(options), {}, "", 0  # sizes: characters by hash
+    reader, sizes, count = Reader(options), {}, 0  # sizes: characters by hash
     for text in reader.documents(options.sources, "counting"):
         if reader.named_splits or count >= MANY_DOCUMENTS:
             return
-        sizes[hashlib.sha256(next(parts_of(text)).encode("utf-8")).digest()] = len(text)
-        first, count = first or text, count + 1
+        sizes[digest_of(text)] = len(text)
+        count += 1
         if reader.position >= limit:
             break
-    if count == 1 and len(first) > 1:
-        place = min(max(1, int(len(first) * (1 - options.val_fraction))), len(first) - 1)
-        ends = [first.rfind(end, 0, place) + 1 for end in ("\n", " ")]
-        options.cut = next((end for end in ends if end > place // 2), place)
-    count = sum(is_chosen(digest, options.val_fraction) for digest in sizes)
-    chosen = sorted(sizes)[:max(1, min(count, len(sizes) - 1))]  # the smallest hashes, as is_chosen does
+    wanted = math.ceil(options.val_fraction * sum(sizes.values()))
+    in_share = sum(is_chosen(digest, options.val_fraction) for digest in sizes)
+    chosen = sorted(sizes)[:max(1, min(in_share, len(sizes) - 1))]  # the smallest hashes, as is_chosen does
     if sum(sizes[digest] for digest in chosen) > max(0.5, 1.5 * options.val_fraction) * sum(sizes.values()):
         chosen = sorted(sizes, key=sizes.get)[:1]
+    is_much_larger = len(chosen) == 1 and FEW_BYTES <= wanted < sizes[chosen[0]] / 2
+    if count == 1 and sum(sizes.values()) > 1 or is_much_larger:
+        options.cut = wanted
     options.chosen = set(chosen)
+
+
+def digest_of(text: str) -> bytes:
+    """Return the SHA-256 of the first part of a document, which decides for all of them."""
+    return hashlib.sha256(next(parts_of(text)).encode("utf-8")).digest()
+
+
+def cut_in_two(text: str, characters: int) -> list[tuple[str, str]]:
+    """Return "train" and a document without its last characters, about as many as given; and "val" with these, from the start of
+    a line or of a word, if there is one."""
+    place = min(max(1, len(text) - characters), len(text) - 1)
+    ends = [text.rfind(end, 0, place) + 1 for end in ("\n", " ")]
+    place = next((end for end in ends if end > place // 2), place)
+    return [("train", text[:place]), ("val", text[place:])]
 
 
 def is_chosen(digest: bytes, fraction: float) -> bool:
@@ -102,14 +117,15 @@ def assign(reader: Reader, options, title: str) -> Iterator[tuple[str, bytes, by
     for is_val_file, sources in ((True, [options.val_file] if options.val_file else []), (False, options.sources)):
         for text in reader.documents(sources, title):
             number = reader.position  # from 1
-            halves = [text[:options.cut], text[options.cut:]] if options.cut else [text]
-            for place, half in enumerate(halves):
+            is_cut = options.cut and len(text) > 1 and digest_of(text) in options.chosen
+            halves = cut_in_two(text, options.cut) if is_cut else [("", text)]
+            for split, half in halves:
                 parts = [part.encode("utf-8") for part in parts_of(half)]
                 digests = [hashlib.sha256(raw).digest() for raw in parts]  # the first decides for all: no text is in both splits
                 if reader.named_splits:
                     is_val = reader.split == "val"
-                elif options.cut:
-                    is_val = place == 1
+                elif split:
+                    is_val = split == "val"
                 elif options.chosen is not None:
                     is_val = digests[0] in options.chosen
                 else:
@@ -358,6 +374,10 @@ def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dic
         helps = not options.val_file and options.val_fraction < fraction <= 0.5
         notes.append(f"warning: scores will be noisy: the validation split has only {val['bytes']:,} bytes, and {FEW_BYTES:,} "
                      f"are enough; use more text{larger if helps else ''}")
+    by_hash = options.val_fraction and not parts[0]["by_names"]
+    if by_hash and val["bytes"] > max(FEW_BYTES, 2 * options.val_fraction * size):
+        notes.append(f"warning: the validation split has {val['bytes'] / size:.0%} of the text, as documents stay whole and some are "
+                     "long: cut those, or choose others with --val-docs or --val-file")
     is_chosen_here = not name.endswith(".model") and name != "char" and train["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
         notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "

@@ -369,6 +369,26 @@ def test_a_small_text_has_documents_in_both_splits(tmp_path, monkeypatch, docume
             assert first + second == texts[0].strip("\n")
 
 
+@pytest.mark.parametrize("sizes, most", [((30, 30), 0.06), ((25, 20, 15), 0.06), ((1, 30, 30), 0.06), ((1, 1), 0.51)])
+def test_few_large_documents_give_a_share_of_one_not_a_whole_one(tmp_path, monkeypatch, sizes, most):
+    monkeypatch.setattr(prepare, "FEW_BYTES", 5000)
+    for number in range(4):  # other texts have other hashes
+        texts = ["".join(f"{number} {i} {j}\n" for j in range(500 * size)) for i, size in enumerate(sizes)]
+        out = tmp_path / f"out{number}"
+        splits = make(monkeypatch, out, write_jsonl(tmp_path / "a.jsonl", texts))["splits"]
+        share = splits["val"]["bytes"] / (splits["val"]["bytes"] + splits["train"]["bytes"])
+        assert 0 < share < most
+        train, val = documents(out, "train"), documents(out, "val")
+        assert sum(map(len, train + val)) == sum(map(len, texts)) and not set(train) & set(val)
+
+
+def test_a_validation_split_that_a_long_document_makes_much_larger_is_said(tmp_path, monkeypatch, capsys):
+    texts = [f"short {i}" for i in range(1500)]
+    chosen = next(text for text in texts if prepare.is_chosen(prepare.digest_of(text * 15_000), 0.05))
+    make(monkeypatch, tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", [*texts, chosen * 15_000]))
+    assert re.search("warning: the validation split has [89][0-9]% of the text, as documents stay whole", capsys.readouterr().out)
+
+
 def test_a_separator_that_does_not_occur_is_said_and_costs_no_memory(tmp_path, monkeypatch, capsys, read):
     monkeypatch.setattr(sources, "BLOCK_CHARS", 1 << 10)
     text = "".join(f"line {i}\n" for i in range(5000))
