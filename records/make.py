@@ -155,10 +155,9 @@ def write_record(folder: Path, authored: dict):
     if findings:
         raise ValueError("; ".join(findings))
     submission, records = {**authored, **claims}, folder.parent.parent
-    text = json.dumps(submission, indent=1) + "\n"
-    (folder / "submission.json").write_text(text, encoding="utf-8")
+    common.write_whole(folder / "submission.json", json.dumps(submission, indent=1) + "\n")
     base = authored["base"] and load_json(records / authored["base"] / "submission.json")
-    readme.write_text(render(submission, base) + old.partition(NOTES)[2], encoding="utf-8")
+    common.write_whole(readme, render(submission, base) + old.partition(NOTES)[2])  # The author's notes are only there.
     paths = [folder / f"train_seed{seed['seed']}.jsonl" for seed in seeds]
     paths += sorted((records / authored["base"]).glob("train_seed*.jsonl")) if base else []
     draw(groups_of([read_run(path) for path in paths]), folder / "curve.png")
@@ -262,7 +261,7 @@ def main():
             package(options, folder, run_ids)
         accepted = verify.report(folder)
         if accepted:
-            (records / "README.md").write_text(leaderboard(records), encoding="utf-8")
+            common.write_whole(records / "README.md", leaderboard(records))
     except (ValueError, OSError, LookupError) as error:
         sys.exit(f"make.py: {error}")
     except KeyboardInterrupt:

@@ -374,3 +374,12 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
     assert verdicts["same"][0] == "invalid" and "equal to start" in verdicts["same"][1]
     assert state["claims"][0]["high"] < 0 and "that no other run has scored" in output
     assert (ideas / "loop.png").stat().st_size > 9000
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    """As on a full disk: a record's submission.json and README.md were emptied."""
+    file = tmp_path / "submission.json"
+    file.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        loops.write_whole(file, "new \ud800")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]

@@ -73,10 +73,13 @@ def load_json(path: Path):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file, so that a stop at any moment leaves the old one or the new one."""
+    """Replace a file, so that a stop at any moment, or a full disk, leaves the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---- Runs of the trainer -------------------------------------------------------------------------------
