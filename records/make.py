@@ -36,7 +36,7 @@ from plot import draw, groups_of, read_run  # noqa: E402
 from settings import words_of  # noqa: E402
 
 # Settings of older records that the trainer does not have now.
-GONE = {"EMA_DECAY", "GPTQ_BATCHES", "MUON_SLOW_AT"}
+GONE = {"EMA_DECAY", "GPTQ_BATCHES", "MUON_SLOW_AT", "ROPE_DIMS"}
 NOTES = "\n## Notes\n"
 BEGIN, END = "<!-- leaderboard -->\n", "<!-- end of leaderboard -->\n"
 
