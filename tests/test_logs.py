@@ -220,6 +220,7 @@ def test_a_summary_names_the_best_validation_and_the_next_steps(tmp_path, monkey
         scores={0: 9, 2: 1, 4: 3})
     quick = {"data": "x/sotu_sp1024", "overrides": {"MLP_MULT": ["3", "@records/presets/quick.env"]}}
     assert "/run.sh --preset cpu_1mb_avx2 " in summary(**quick) and "--preset cpu_1mb " in summary(**quick, dtype="bfloat16")
+    assert "--preset cpu_1mb_avx2 'DATA_PATH=my texts'    # ten minutes" in summary(**{**quick, "data": "my texts"})
     for found, wanted in ((None, ".venv/bin/python -m pip install matplotlib && .venv/bin/python tools/plot.py 'a b' "),
                           (1, "          .venv/bin/python tools/plot.py 'a b' ")):
         monkeypatch.setattr(events, "find_spec", lambda name: found)

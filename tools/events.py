@@ -286,10 +286,12 @@ def next_steps(log: Path, model: Path | None, start: dict) -> list[str]:
     presets = {Path(origin[1:]).stem for _, origin in start["overrides"].values() if origin.startswith("@")}
     better = "cpu_1mb" if start["config"]["DTYPE"] == "bfloat16" else "cpu_1mb_avx2"
     is_own_text = not Path(start["config"]["DATA_PATH"]).name.startswith(("sotu", "fineweb"))
-    if is_own_text:
+    if "quick" in presets:
+        own = {"DATA_PATH": start["config"]["DATA_PATH"]} if is_own_text else {}
+        words = shlex.join(["--preset", better, *words_of(own)])
+        commands.append(f"{runner()} {words}    # ten minutes, a better model")
+    elif is_own_text:
         commands.append(f"{python} {typed(ROOT / 'train_gpt.py')} --help    # every setting")
-    elif "quick" in presets:
-        commands.append(f"{runner()} --preset {better}    # ten minutes, a better model")
     if not is_own_text:
         commands.append(f"{python} {prepare} FOLDER --tokenizer unigram1024 --out data/datasets/mine    # your own text")
     return commands
