@@ -376,8 +376,8 @@ def summarize_parts(folder: Path, options, tokenizer: Tokenizer, parts: list[dic
                      f"are enough; use more text{larger if helps else ''}")
     by_hash = options.val_fraction and not parts[0]["by_names"]
     if by_hash and val["bytes"] > max(FEW_BYTES, 2 * options.val_fraction * size):
-        notes.append(f"warning: the validation split has {val['bytes'] / size:.0%} of the text, as documents stay whole and some are "
-                     "long: cut those, or choose others with --val-docs or --val-file")
+        notes.append(f"warning: the validation split has {val['bytes'] / size:.0%} of the text, as documents stay whole and some "
+                     "are long: cut those, or choose others with --val-docs or --val-file")
     is_chosen_here = not name.endswith(".model") and name != "char" and train["documents"]
     if is_chosen_here and size < SMALL_TEXT and tokenizer.vocab_size > SMALL_VOCABULARY:
         notes.append(f"advice: with a text of {size:,} bytes, --tokenizer unigram{SMALL_VOCABULARY} usually scores better than "

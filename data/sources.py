@@ -468,7 +468,7 @@ class Reader:
             return [("", val), *rest]
         if len(names) > 1 and names["val"] + names["test"]:
             self.hints.append(f"warning: {names['val'] + names['test']:,} files are named validation or test, but were read like "
-                              f"the others (the first: {first.get('val') or first['test']}); if some are not for training, move them")
+                              f"the others (first: {first.get('val') or first['test']}); if some are not for training, move them")
         return parts
 
     def find_files(self, path: Path) -> list[tuple[Path, str]]:

@@ -222,7 +222,7 @@ def test_the_time_that_runs_will_take_is_known_from_others(tmp_path, monkeypatch
     monkeypatch.setattr(runner, "train", lambda trial: None)
     for runner.runs in ([], runs):
         ablate.train_all([arm], range(1, 5), runner)
-    assert said == ["4 runs, for seeds up to 4, of unknown length", "3 runs, for seeds up to 4, about 0.3 min"]  # two after one another
+    assert said == ["4 runs, for seeds up to 4, of unknown length: see logs/ablate_*.txt", "3 runs, for seeds up to 4, about 0.3 min"]  # two after one another
 
 
 @pytest.mark.parametrize("changed", ["data/x_train_0.bin", "model.ptz"])

@@ -1,6 +1,6 @@
 """Say whether changes to settings or to the script make a better model, in as few runs as it takes.
 
-    python tools/ablate.py base 'relu MLP_SLOPE=0' 'mine script=ideas/mine.py' \\
+    python tools/ablate.py base 'slope0 MLP_SLOPE=0' 'mine script=ideas/mine.py' \\
         --base records/presets/cpu_1mb.env \\
         --settings ITERATIONS=600 DATA_PATH=data/datasets/sotu_caseops2048
     python tools/ablate.py tried      list the comparisons so far, which are kept in logs/tried
@@ -313,7 +313,7 @@ def train_all(arms: list[Arm], seeds, runner: Runner) -> None:
     trials = missing_runs(arms, seeds, runner.runs)
     known = [run.seconds for run in runner.runs if any(run.content == arm.content for arm in arms)]
     rounds = math.ceil(len(trials) / runner.jobs)
-    minutes = f"about {rounds * statistics.median(known) / 60:.1f} min" if known else "of unknown length"
+    minutes = f"about {rounds * statistics.median(known) / 60:.1f} min" if known else "of unknown length: see logs/ablate_*.txt"
     if trials:
         runner.say(f"{len(trials)} runs, for seeds up to {max(seeds)}, {minutes}")
     list(runner.pool.map(runner.train, trials))
@@ -385,7 +385,7 @@ def sentence(facts: dict, diff: float) -> str:
     if facts["verdict"] == "better" and facts["spread"] > diff:
         text += "; pairs vary by more than --diff, so rare bad runs may have been missed"
     ratios = facts["step_ratios"]
-    text += f"; a step takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
+    text += f"; a step took {min(ratios):.2f} to {max(ratios):.2f} times as long, by pairs"
     growth = 100 * (facts["bytes"][1] / facts["bytes"][0] - 1)
     text += f", model and script have {growth:+.1f} % bytes"
     if facts["unchecked"]:

@@ -380,6 +380,7 @@ def open_loop(options, runner: Runner) -> Loop:
 
 def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
     """Try all ideas, and wait for more, or measure the claim."""
+    told = -1  # number of ideas when it last said that it waits
     while True:
         is_written = loop.find_ideas()
         waiting = [number for number, idea in enumerate(loop.state["ideas"]) if not idea["verdict"]]
@@ -389,6 +390,9 @@ def run_loop(loop: Loop, runner: Runner, finish: bool) -> None:
         elif finish and not is_written:
             break
         else:
+            if len(loop.state["ideas"]) != told:
+                runner.say(f"waiting for more ideas in {loop.folder}; Ctrl-C stops")
+            told = len(loop.state["ideas"])
             time.sleep(1)
     if loop.state["kept"] and not loop.state["claims"]:
         measure_claim(loop, runner)
