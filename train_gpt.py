@@ -1314,8 +1314,8 @@ def plan_batch(config, ranks) -> Config:
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
     require(tokens == nearest or not config.iterations,  # A run that only scores reads none.
-            f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (TRAIN_SEQ_LEN * "
-            f"{ranks.world_size} ranks * GRAD_ACCUM_STEPS={spans_per_rank}); the nearest is {nearest}")
+            f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (TRAIN_SEQ_LEN * ranks * "
+            f"GRAD_ACCUM_STEPS={spans_per_rank}); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token in x
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token

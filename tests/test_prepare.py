@@ -320,7 +320,7 @@ def test_files_called_train_and_validation_are_the_splits(tmp_path, monkeypatch,
     output = capsys.readouterr().out
     assert "validation split: 1 files, chosen by name" in output and ("1 named test" in output) == any("test" in n for n in names)
     assert sorted(read(folder, "--val-docs", 1)) == sorted(names)
-    said = r"files are named validation or test, but were read like the others \(the first: \S*(val|dev)\S*\); move"
+    said = r"files are named validation or test, but were read like the others \(first: \S*(val|dev)\S*\); if some"
     assert re.search(said, capsys.readouterr().out)
 
 
