@@ -376,6 +376,11 @@ def test_a_killed_loop_finishes_and_measures_its_claim(tmp_path):
     assert (ideas / "loop.png").stat().st_size > 9000
 
 
+def test_an_idea_is_screened_before_it_is_confirmed():
+    idea = {"name": "a", "verdict": "", "why": "", "effect": -0.01, "low": -0.02, "high": 0.01}
+    assert [loops.row_of({**idea, "pairs": pairs})[4] for pairs in (1, 3, 4)] == ["screening", "screening", "confirming"]
+
+
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
     """As on a full disk: a record's submission.json and README.md were emptied."""
     file = tmp_path / "submission.json"

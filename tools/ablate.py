@@ -413,7 +413,7 @@ def read_tried() -> list[dict]:
 def count_better(tried: list[dict]) -> str:
     """Return how many comparisons look better, and how many of them may be false."""
     better = sum(facts["p"] <= ERROR for facts in tried)
-    return f"{better} look better one by one (p <= {ERROR:g}); by chance alone, about {ERROR * len(tried):.1f} would"
+    return f"{better} look better one by one (p <= {ERROR:g}); by chance alone, about {ERROR * len(tried):.2g} would"
 
 
 def list_tried() -> list[str]:

@@ -182,8 +182,10 @@ def row_of(idea: dict) -> list:
     effect = f"{idea['effect']:+.4f}" if "effect" in idea else ""
     interval = ends_of(idea) if "pairs" in idea else ""
     why = idea["why"] + "; the next start tries it again" * (idea["verdict"] == "failed")
-    return [idea["name"], effect, interval, str(idea.get("pairs", "")),
-            idea["verdict"] or ("confirming" if "pairs" in idea else "waiting"), why]
+    state = "screening" if "pairs" in idea else "waiting"
+    if idea.get("pairs", 0) >= SCREENED:
+        state = "confirming"
+    return [idea["name"], effect, interval, str(idea.get("pairs", "")), idea["verdict"] or state, why]
 
 
 def divide_text(data: Path, folder: Path) -> None:
