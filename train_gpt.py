@@ -856,7 +856,7 @@ def set_aside(*paths: Path):
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        warnings.warn(f"the earlier {path} is kept as {aside.name}", stacklevel=2)
+        warnings.warn(f"{path} exists; it is kept as {aside.name}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""

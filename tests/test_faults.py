@@ -131,7 +131,7 @@ def test_the_newest_readable_checkpoint_is_found_and_damaged_ones_are_named(chec
     kept = list((checkpointed / "checkpoints").glob("run_0000000[69].*.pt"))
     assert len(kept) == 2 and not six.exists()  # They were later than the resumed one: set aside.
     told = " ".join(str(note.message) for note in notes)
-    assert re.findall(r"the earlier logs/run(\.\w+) is kept as run\.\d+(\.\w+)", told) == [(".txt",) * 2, (".jsonl",) * 2]
+    assert re.findall(r"logs/run(\.\w+) exists; it is kept as run\.\d+(\.\w+)", told) == [(".txt",) * 2, (".jsonl",) * 2]
     assert read_checkpoint(nine)["step"] == 9  # that of the resumed run's end
     nine.write_bytes(b"PK")
     for name, reason in {nine: "not a zip", "run": "No such file", "final_model.pt": "it has another format"}.items():
