@@ -47,7 +47,7 @@ INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # signals
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
 FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
@@ -242,7 +242,7 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # last dim first
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # last dimension first
 
 def smear(x, share):
     """x (B, T, D) plus a learned share (D,) of the token before (modded-nanogpt#130)."""
@@ -559,7 +559,7 @@ class TokenLoader:
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
                 epoch, place = divmod(piece, self.rows)
-                piece = int(epoch_order(config.seed, epoch, self.rows)[place])  # a row
+                piece = int(epoch_order(config.seed, epoch, self.rows)[place])
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
@@ -682,7 +682,7 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waiting costs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits slow GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
             # In float16, gradients may overflow until the scale fits; below 2**-20 none will.
