@@ -10,7 +10,7 @@ B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C hea
 """
 from pathlib import Path
 
-SOURCE = Path(__file__).read_text("utf-8")  # first, as it may be edited during imports
+SOURCE = Path(__file__).read_text("utf-8")  # The file may change during imports.
 
 import difflib
 import gc
@@ -41,20 +41,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-STARTED = time.monotonic()  # zero of elapsed_s in the log, after the imports
-HEADER_BYTES = 1024  # in front of a shard's tokens
+STARTED = time.monotonic()  # The log's elapsed_s counts from here.
+HEADER_BYTES = 1024  # A shard's tokens follow them.
 INT8_FORMAT = "int8_clean_per_row_v1"
-MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
+MODEL_FILE = "final_model.int8.ptz"  # The artifact; final_model.pt has the floats.
 CHECKPOINT_FORMAT = 4
-KEPT_CHECKPOINTS = 2  # the newest of a run
+KEPT_CHECKPOINTS = 2  # A run keeps as many, the newest.
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other tools
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
-           "skip_weight,skip_weights")  # parts of parameters' names, as published
+           "skip_weight,skip_weights")  # A control tensor's name contains one of these.
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else 0 to 1e18
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: 0 to 1e18
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,9 +63,9 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, typed as their defaults. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
+    """Settings. Their types are limits: AtLeast1, Share (0 to 1), Signed; else from 0."""
     # Model: the artifact and the checkpoints store these settings.
-    tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
+    tokenizer_sha256: str = ""  # digest of the tokenizer's file or name; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
     train_seq_len: AtLeast1 = 4096  # tokens in a row, in training and validation
     vocab_size: AtLeast1 = 1024  # tokens in the vocabulary
@@ -110,10 +110,10 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # tensors for AdamW, exact if small
+    control_tensor_name_patterns: str = CONTROL  # AdamW trains them; exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # rates fall N steps before the cap, else the end; <= 0: never
+    warmdown_iters: Signed = 3000  # rates fall over the last N steps; <= 0: never
     warmdown_fraction: Share = 0.0  # the same as a share of the run; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
     # Run: RESUME accepts other values of these, if the text and its order stay the same.
@@ -129,7 +129,7 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # contiguous spans per rank in a step; 0: about 8 in all
+    grad_accum_steps: int = 0  # spans of text per rank and step; 0: about 8 in all
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -161,7 +161,7 @@ class Config:
 FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, training, run
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
-STORED = ["TOKENIZER_PATH", *OF_MODEL]  # what an artifact stores
+STORED = ["TOKENIZER_PATH", *OF_MODEL]  # An artifact stores these.
 MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # despite INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    node: dist.ProcessGroup | None = None  # this machine's ranks
+    node: dist.ProcessGroup | None = None  # This machine's ranks; None if alone.
 
     def max(self, *values: float) -> list[float]:
         """The largest of each value over the ranks. Collective."""
@@ -203,7 +203,7 @@ class Ranks:
 def rms_norm(x, gain=1.0):
     """gain * x / sqrt(mean(x^2) + float32's epsilon), by the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # one pass over x for both factors
+    return (x * (factors * gain)).to(x.dtype)  # Joined factors pass x once.
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
@@ -219,12 +219,12 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: a quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
+    """For CPUs: a quarter of q (B, K, H/K, T, C) skips the k, v (B, K, T, C) after it."""
     outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
-        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4])  # (..., T/4, keys)
+        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4])  # H/K at once
         mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
         weights = (scores * q.size(4) ** -0.5 + mask).softmax(-1)
         outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
@@ -251,9 +251,9 @@ def smear(x, share):
 def shift_keys(k):
     """Take half the channels of k (B, T, K, C) from the token before, so that one layer can find
     what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
-    pairs = k.size(3) // 2  # of channels, which `rotate` turns, the fastest first
-    pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
-    return torch.where(pair < pairs // 2, k, token_before(k))  # The slower half moves.
+    pairs = k.size(3) // 2  # `rotate` turns channels i and i + pairs, low i fastest.
+    pair = torch.arange(k.size(3), device=k.device) % pairs  # i of each channel
+    return torch.where(pair < pairs // 2, k, token_before(k))  # Slow ones move.
 
 def remove_own_value(y, v):
     """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
@@ -267,7 +267,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         width = config.model_dim
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)  # q, k, v
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         kv_width = width // config.num_heads * config.num_kv_heads
         self.c_q = nn.Linear(width, width, bias=False)
         self.c_k = nn.Linear(width, kv_width, bias=False)
@@ -282,10 +282,10 @@ class Attention(nn.Module):
             k = shift_keys(k)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
-        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)
+        heads_first = [t.transpose(1, 2) for t in (q, k, v)]  # (B, heads, T, C)
+        y = causal_attention(*heads_first, self.config.attn).transpose(1, 2)
         if self.config.exclusive_attn:
-            y = remove_own_value(y, v.transpose(1, 2))
+            y = remove_own_value(y, v)
         return linear(y.flatten(2), self.proj, scale=scale)
 
 class MLP(nn.Module):
@@ -305,7 +305,7 @@ def dropout(x, rate):
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
-    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)  # never 0 / 0
+    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)  # Avoid 0 / 0.
 
 class Block(nn.Module):
     """Attention and MLP on a stream x (B, T, D), into which the embedding x0 is mixed."""
@@ -327,9 +327,9 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
+        # Rows: new x, new lane. Columns: shares of the old, attention, MLP, as in #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # "resid_mix" is in CONTROL: AdamW
+        self.resid_mix_lanes = nn.Parameter(shares)  # By its name, it is in CONTROL.
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -354,10 +354,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # some tools leave "auto"
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto"
         width = config.model_dim
         size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(size, width)  # Modules draw weights in this order.
+        self.tok_emb = nn.Embedding(size, width)  # This order decides the random draws.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
@@ -366,7 +366,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A float would be baked in.
+        rate = torch.zeros(()) if config.dropout else None  # A float would be a constant.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "by_name":  # Then no draw below depends on other tensors.
@@ -379,14 +379,14 @@ class GPT(nn.Module):
             elif name == "tok_emb.weight" and config.tie_embeddings:
                 nn.init.normal_(p, std=config.tied_embed_init_std)
             elif config.init == "by_name" and re.fullmatch(r"blocks\..*\.weight", name):
-                nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # as nn.Linear does
+                nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # Draw as nn.Linear did.
         pairs = width // config.num_heads // 2
         frequencies = config.rope_base ** -(torch.arange(pairs) / pairs)
         if self.compute_dtype == torch.bfloat16:  # As published, values are rounded.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # as published; too coarse for ADAM_LR and decay
+                self.tok_emb.bfloat16()  # Small steps, as of decay, would vanish.
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -400,7 +400,7 @@ class GPT(nn.Module):
         lane, skips = None, []
         for i, block in enumerate(self.blocks):
             if i == self.first_lane_block:
-                lane = x.clone()  # as above
+                lane = x.clone()  # a copy for the same reason
             if i >= self.half and skips:  # An odd last block gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
@@ -409,7 +409,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # Both have all blocks' outputs.
+        return x if lane is None else lane  # The lane, too, sums all outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -459,14 +459,14 @@ class Muon(torch.optim.Optimizer):
         node_rank, node_size = (node.rank(), node.size()) if node else (0, 1)
         pending, gathers = [], []
         for shape, params in self.banks.items():
-            grads = torch.stack([p.grad for p in params])  # a copy, which changes below
+            grads = torch.stack([p.grad for p in params])  # The copy is changed below.
             state = self.state[params[0]]
             momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
             state["momentum_buffer"] = momentum
             share = math.ceil(len(params) / node_size)  # matrices per rank
             mine = slice(share * node_rank, share * (node_rank + 1))
             updates = grads[mine].add_(momentum[mine], alpha=group["momentum"])
-            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))  # equal parts
+            updates = F.pad(updates, (0, 0, 0, 0, 0, share - len(updates)))
             if self.config.muon_row_norm:
                 updates = F.normalize(updates, dim=2)
             updates = orthogonalize(updates, self.config.muon_backend_steps, self.compute)
@@ -483,7 +483,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, list(updates[:len(params)].float()), alpha=-group["lr"])
 
 def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
-    """By name: "adam" (AdamW, arXiv:1711.05101), perhaps "muon", for blocks' matrices."""
+    """AdamW (arXiv:1711.05101), as "adam"; perhaps "muon", for the blocks' matrices."""
     rates = {"embed": config.tied_embed_lr if config.tie_embeddings else config.embed_lr,
              "head": config.head_lr, "scalar": config.scalar_lr, "matrix": config.matrix_lr}
     if config.optimizer == "adamw":
@@ -500,9 +500,10 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
             kind = "matrix"
         groups[kind]["params"].append(p)
     matrices = groups.pop("matrix") if config.optimizer == "muon" else None
-    adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
-                             betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                             fused=(config.fused and ranks.device.type != "mps") or None)
+    fused = (config.fused and ranks.device.type != "mps") or None  # None: PyTorch chooses.
+    used = [group for group in groups.values() if group["params"]]
+    adam = torch.optim.AdamW(used, betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=fused)
     if matrices is None:
         return {"adam": adam}
     return {"adam": adam, "muon": Muon([matrices], config, ranks)}
@@ -540,7 +541,7 @@ class TokenLoader:
             place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
-            left = int(self.ends[index]) - place  # tokens from there to the shard's end
+            left = int(self.ends[index]) - place  # The shard ends after these.
             parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
             start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
@@ -548,14 +549,13 @@ class TokenLoader:
     def batches(self, step: int, expected_steps=0) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches (B, T), inputs and targets, in a run of `expected_steps`."""
         config, texts = self.config, []
-        first = step * self.pieces
+        first = 0 if config.overfit else step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # A run's last steps read a whole epoch, if two fit: falling rates see every row.
-        # Its number, 10**6, has an order of its own, which no other epoch reaches.
-        if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
+        # If two epochs fit, the last steps read a whole one, number 10**6, so that falling
+        # rates see every row. As the end is an estimate, the remainder picks the rows.
+        if self.shuffled and not config.overfit and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
-        first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
                 epoch, place = divmod(piece, self.rows)
@@ -570,8 +570,8 @@ class TokenLoader:
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
-    The rates fall by a cosine after the warm-up (arXiv:1608.03983), or linearly: over the
-    last WARMDOWN_FRACTION of a run; if 0, over WARMDOWN_ITERS steps up to the cap, or end."""
+    After a warm-up, rates fall by a cosine (arXiv:1608.03983), or linearly at the end:
+    over the last WARMDOWN_FRACTION of a run; if that is 0, its last WARMDOWN_ITERS steps."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -602,11 +602,11 @@ class Trainer:
         self.model.to(ranks.device)
         self.optimizers = build_optimizers(self.model, config, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.dtype == "float16")
-        self.ddp = self.model  # or its wrapper, if there are several ranks
+        self.ddp = self.model  # Several ranks wrap it.
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one bucket: all are ready together
+                           bucket_cap_mb=1 << 20)  # One bucket: all are ready together.
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -622,8 +622,8 @@ class Trainer:
             self.model.drop_rate.fill_(config.dropout)
         losses = torch.zeros((), device=self.ranks.device)
         for i, (inputs, targets) in enumerate(batches, 1):
-            self.ddp.require_backward_grad_sync = i == len(batches)  # once a step
-            loss = self.ddp(inputs, targets) * (1 / len(batches))  # as published
+            self.ddp.require_backward_grad_sync = i == len(batches)  # Sync once a step.
+            loss = self.ddp(inputs, targets) * (1 / len(batches))  # rounded as published
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
@@ -647,7 +647,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict):
         """Return to a `state_dict` and start the clock."""
-        self.model.load_state_dict(dict(state["model"]))  # no _metadata: see load_weights
+        self.model.load_state_dict(dict(state["model"]))  # For dict, see load_weights.
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             for group in old["param_groups"]:  # Another device may have saved it.
                 group["fused"] = optimizer.defaults.get("fused")
@@ -664,17 +664,17 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # so RESUME=auto finds it
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # else RESUME goes back
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
-            save_checkpoint(trainer, loader, log)  # first: what follows can take long
+            save_checkpoint(trainer, loader, log)  # first: validation can take long
             saved_step = clock.step
         if is_done or clock.stop_signal:
             return
         if is_due(clock.step, config.val_loss_every):
             validate(trainer, validation, log)
             if clock.stop_signal:
-                continue  # to the checkpoint above
+                continue  # The next turn saves.
         mean_ms = clock.time_ms / max(clock.step, 1)
         expected_steps = min(config.iterations, clock.cap_ms / max(mean_ms, 1e-9))
         loss, norm = trainer.train_step(loader.batches(clock.step, expected_steps))
@@ -685,7 +685,7 @@ def train(trainer, loader, validation, log):
         waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits slow GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
-            # In float16, gradients may overflow until the scale fits; below 2**-20 none will.
+            # The scale falls at each overflow; only below 2**-20 is a bad norm an error.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
             watched = loss if can_overflow else loss + norm
             if clock.synchronize(is_bad=not watched.isfinite()):
@@ -709,7 +709,7 @@ def find_ranks() -> list[int]:
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
     """`cores`, or a container's quota of CPUs by Linux's cgroup v2, if that is less."""
-    most, period = quota.read_text().split() if quota.exists() else ("max", "1")  # in us
+    most, period = quota.read_text().split() if quota.exists() else ("max", "1")
     return cores if most == "max" else min(cores, int(most) / int(period))
 
 def start_ranks(config) -> Ranks:
@@ -725,20 +725,20 @@ def start_ranks(config) -> Ranks:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPU runs repeat.
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        shared, *_ = next(dist.rendezvous("env://", rank, size))  # It outlives restarts.
-        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # new keys at each
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # Restarts keep it.
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # prefix: starts so far
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
-                                    device_id=gpu, timeout=timedelta(hours=2))  # exports take long
+                                    device_id=gpu, timeout=timedelta(hours=2))  # Exports take long.
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
-        shared.add("starts", rank == 0)  # All have read it: count this start.
+        shared.add("starts", rank == 0)  # All have read the count.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -813,10 +813,10 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings; {} if unreadable. Unknown ones stay: `load_config` refuses."""
+    """A file's model settings, with unknown ones that are on; {} if it cannot be read."""
     try:
         state = read_saved(path)
-        config = state.get("config", {})  # of a checkpoint
+        config = state.get("config", {})  # Only checkpoints have it.
         about = {name: config[name.lower()] for name in STORED if name.lower() in config}
         about |= json.loads(state.get("about", "{}"))
     except Exception:  # Damaged files fail in many ways; `load_weights` says how.
@@ -839,11 +839,11 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
-    for name in given.keys() - FIELDS.keys():  # not settings
+    for name in given.keys() - FIELDS.keys():  # These are no settings.
         text, origin = given.pop(name)
         near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.85)
         if origin == "environment" and not near:
-            continue  # another program's
+            continue  # It is another program's.
         near = near or difflib.get_close_matches(name.upper(), FIELDS, 2, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
         raise ValueError(f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
@@ -853,7 +853,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
 # ---- Log -------------------------------------------------------------------------------
 def set_aside(*paths: Path):
     """Rename the files that exist under these names to NAME.TIME.SUFFIX."""
-    now = time.time_ns()  # one for all: it tells which files belong together
+    now = time.time_ns()  # It shows which files belong together.
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
         warnings.warn(f"{path} exists; it is kept as {aside.name}", stacklevel=2)
@@ -878,7 +878,7 @@ class RunLog:
         for file in files or self.files:
             try:
                 print(text, file=file, flush=True)
-            except (OSError, ValueError) as error:  # full, closed, or of another encoding
+            except (OSError, ValueError) as error:  # It is full, closed or not UTF-8.
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
@@ -928,12 +928,12 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
-            kind, lengths = "byte", [0] * 4 + [1] * 256  # special tokens, then bytes
+            kind, lengths = "byte", [0] * 4 + [1] * 256  # Four special tokens come first.
         elif path.endswith(".model"):
             import sentencepiece
             kind = "sentencepiece"
             model = sentencepiece.SentencePieceProcessor(model_file=path)
-            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")  # a space
+            adds_space = model.encode("a", out_type=str)[0].startswith("\u2581")
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
                 # caseops tokenizers mark letters' case by these tokens of score 0.
@@ -941,15 +941,15 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
                 if is_mark or model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
                     piece = ""
                 lengths.append(1 if model.is_byte(i) else len(piece.encode()))
-                starting_lengths.append(lengths[i] - (prepends and piece.startswith(" ")))
+                starting_lengths.append(lengths[i] - (adds_space and piece.startswith(" ")))
                 is_control.append(model.is_control(i))
         else:
             import tiktoken
             encoding = tiktoken.get_encoding(path)
-            kind, lengths = "tiktoken", [0] * encoding.n_vocab  # special tokens: 0
+            kind, lengths = "tiktoken", [0] * encoding.n_vocab  # Special tokens keep 0.
             for text in encoding.token_byte_values():
                 lengths[encoding.encode_single_token(text)] = len(text)
-    except Exception as error:  # a missing package, a missing or damaged file
+    except Exception as error:  # A package or file is missing or damaged.
         raise ValueError(f"TOKENIZER_PATH={path!r} cannot be read: {error}") from None
     require(len(lengths) == config.vocab_size, f"VOCAB_SIZE={config.vocab_size}, but "
             f"{path!r} has {len(lengths)} tokens; set both to what the shards were made with")
@@ -975,7 +975,7 @@ class Validation:
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
-        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]  # by the token before
+        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
         wanted = [size if claim is None else claim for claim, size in zip(claims, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
@@ -993,10 +993,10 @@ class Validation:
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
+        # Window i ends at stops[i] and scores from starts[i] on; surplus ones score nothing.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients on, the graph of training serves; compiling a second hardly pays.
+        # With gradients on, training's compiled graph is reused: a second takes a minute.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1026,7 +1026,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
-        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # rounded as stored
+        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # Use them as stored.
     rounded = (rows / scales).round().clamp(-levels, levels)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
@@ -1036,8 +1036,8 @@ def quantize(state: dict, config) -> tuple[dict, int]:
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
     published &= config.optimizer == "muon"  # AdamW's weights need finer scales.
     about = {name: getattr(config, name.lower()) for name in STORED}
-    path = Path(config.tokenizer_path)
-    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()  # no local paths
+    path = Path(config.tokenizer_path)  # An absolute one would tell whose machine it was.
+    about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()
     keys = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
     artifact = {"__quant_format__": INT8_FORMAT, "about": json.dumps(about)} | {k: {} for k in keys}
     controls = config.control_tensor_name_patterns.split(",")
@@ -1078,7 +1078,7 @@ def pack(state: dict, config) -> tuple[bytes, dict]:
 
 def read_saved(path: str | Path) -> dict:
     """What torch.save wrote, perhaps packed by zlib. A plain file is mapped: ranks share it."""
-    is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
+    is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # Zip archives start so.
     source = str(path)
     if not is_plain:
         data = Path(path).read_bytes()  # The limit below stops zip bombs.
@@ -1094,7 +1094,7 @@ def load_weights(model, path: str | Path):
     """Load the weights of an artifact, state dict or checkpoint. Raises ValueError."""
     try:
         state = read_saved(path)
-        state = state.get("model", state)  # of a checkpoint
+        state = state.get("model", state)  # Only checkpoints have it.
         if state.get("__quant_format__") == INT8_FORMAT:
             for name, values in state["quantized"].items():
                 scales = state["scales"][name].view(-1, *[1] * (values.ndim - 1))
@@ -1102,7 +1102,7 @@ def load_weights(model, path: str | Path):
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
                 state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # without _metadata, which could replace parameters
+        model.load_state_dict(dict(state))  # Its _metadata could assign, not copy.
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1110,7 +1110,7 @@ def write_whole(path, data: bytes):
     """Write a file whole or not at all; set aside what was there. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # Somebody may have tidied up.
+        path.parent.mkdir(parents=True, exist_ok=True)  # It may be gone.
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
@@ -1170,7 +1170,7 @@ def save_checkpoint(trainer, loader, log):
         write_whole(path, data)
         log.event("checkpoint", step=step, file=path.name, bytes=len(data))
         old = [p for p in list_checkpoints(config) if p != path][KEPT_CHECKPOINTS - 1:]
-        for file in old + list_checkpoints(config, ".pt.tmp"):  # .tmp: of killed runs
+        for file in old + list_checkpoints(config, ".pt.tmp"):  # Killed runs leave .tmp.
             file.unlink()
     except OSError as error:
         log.line(f"warning: checkpoint of step {step}: {error}")
@@ -1187,9 +1187,9 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # gc is off while training; only young objects, which takes no time
+        gc.collect(1)  # As gc is off in a run, free what is new.
         self.step, self.time_ms = step, time_ms
-        self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
+        self.zero_ms = self.ranks.now_ms() - time_ms  # The clock was at zero then.
 
     def synchronize(self, is_bad=False) -> bool:
         """Agree on time and signals; return whether any rank `is_bad`. Collective."""
@@ -1219,7 +1219,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Rate 0 keeps its weights; loading resets the rest.
+    before = trainer.state_dict()  # Rate 0 changes no weight; loading resets moments.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1258,7 +1258,7 @@ def export(trainer, validation, log):
     """Write floats, validate, write and load the artifact. Raises OSError, ValueError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
-    if ranks.rank == 0:  # the floats first: nothing below can lose them
+    if ranks.rank == 0:  # The floats come first: nothing below can lose them.
         floats = saved(state)
         write_whole(Path(config.out_dir, "final_model.pt"), floats)
     clock.set(clock.step, clock.time_ms)  # Writing the floats is not training.
@@ -1271,7 +1271,7 @@ def export(trainer, validation, log):
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        for i in range(9 if config.export_clip else 1):  # up to 2.1 * EXPORT_CLIP
+        for i in range(9 if config.export_clip else 1):  # A wider clip packs better.
             clip = 1.1**i * config.export_clip
             data, about = pack(state, replace(config, export_clip=clip))
             if not config.size_cap or len(data) + code_bytes <= config.size_cap:
@@ -1307,7 +1307,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set spans and micro-batches; 1 to 8 ranks read the same text. Raises ValueError."""
+    """Set spans and micro-batches; 1, 2, 4, 8 ranks read one text. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1317,12 +1317,12 @@ def plan_batch(config, ranks) -> Config:
             f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (TRAIN_SEQ_LEN * ranks * "
             f"GRAD_ACCUM_STEPS={spans_per_rank}); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token in x
-    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
-    if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
+    limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB of x stay in caches.
+    if ranks.device.type == "cuda":  # The numbers fit peaks on an H100.
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
-        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # of memory: fusion saves much
+        share = 0.12 if config.compile in ("0", "blocks") else 0.35  # Fusion saves much.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
+        limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # The smallest GPU decides.
     limit = config.micro_batch_tokens or limits[ranks.device.type]
     rows = max(1, tokens // (ranks.world_size * length))  # of a rank
     at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
@@ -1394,8 +1394,8 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        last_error = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
-        raise ValueError(f"COMPILE={mode} failed: {' '.join(last_error):.400}; try 0") from None
+        inner = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
+        raise ValueError(f"COMPILE={mode} failed: {' '.join(inner):.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
@@ -1409,7 +1409,7 @@ def signals_kept(clock):
     finally:
         gc.enable()
         for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was set in C.
 
 def run(config, overrides: dict, source: str) -> int:
     """Train, export and score; return the exit status. `main` prints errors."""
@@ -1417,10 +1417,10 @@ def run(config, overrides: dict, source: str) -> int:
     torch.set_float32_matmul_precision(config.matmul_precision)
     checkpoint = find_checkpoint(config) if config.resume else {}
     config = resolve(replace(config, run_id=config.run_id or checkpoint.get("run_id", "")), ranks)
-    exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
+    only_scores = not config.iterations and config.init_from.endswith(".ptz")
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # no paths or modes
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths and modes may differ.
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
@@ -1435,19 +1435,18 @@ def run(config, overrides: dict, source: str) -> int:
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides, checkpoint.get("path"))
-    start = f"{config.run_id}_{clock.step:08d}.pt"
-    if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later ones.
-        set_aside(*[path for path in list_checkpoints(config) if path.name > start])
-    del checkpoint  # Frees the mapped file, unless a CPU's moments still share it.
+    if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later steps.
+        set_aside(*[p for p in list_checkpoints(config) if int(p.stem.split("_")[-1]) > clock.step])
+    del checkpoint  # Unmap its file, unless a CPU's optimizer uses it.
     with signals_kept(clock):
         if config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
             compile_model(trainer, loader)
         warm_up(trainer, loader, log)
         train(trainer, loader, validation, log)
-        if exports and not clock.stop_signal:
+        if not (only_scores or clock.stop_signal):
             export(trainer, validation, log)
-            clock.synchronize()  # Signals wait for the export's files.
+            clock.synchronize()  # Heed signals during the export.
     if clock.stop_signal:
         hint = "set RESUME=auto to go on" if list_checkpoints(config) else "there is no checkpoint"
         log.line(f"stopped: signal {clock.stop_signal:g} after step:{clock.step}; {hint}")
