@@ -491,6 +491,27 @@ def test_a_full_disk_loses_no_checkpoint_and_stops_no_training(tmp_path, monkeyp
     assert artifacts(tmp_path) == artifacts(whole)
 
 
+def test_a_run_id_that_is_still_training_is_refused(tmp_path, monkeypatch):
+    """Processes that try to lock a run's log, or have done so, stand for other runs."""
+    monkeypatch.chdir(tmp_path)
+    train_gpt.Path("logs").mkdir()
+    lock = "import fcntl; file = open('logs/run.jsonl', 'a'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); "
+    with subprocess.Popen([sys.executable, "-c", lock + "print(1, flush=True); input()"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="RUN_ID=run is still running; wait for its end"):
+            train_gpt.RunLog("run", "", is_main=True)
+        assert os.listdir("logs") == ["run.jsonl"]
+        other.communicate(b"\n")
+    with pytest.warns(UserWarning, match="run.jsonl exists; it is kept"):
+        log = train_gpt.RunLog("run", "", is_main=True)
+    second = subprocess.run([sys.executable, "-c", lock], capture_output=True, check=False)
+    assert b"BlockingIOError" in second.stderr and log.files
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt.fcntl, "lockf", Mock(side_effect=OSError("no locks on this file system")))
+        train_gpt.RunLog("unlocked", "", is_main=True)
+
+
 def test_a_log_that_cannot_be_written_stops_no_training(tmp_path, monkeypatch):
     """A full disk, a console that was closed with its stderr, one that has no name or cannot show a letter."""
     monkeypatch.chdir(tmp_path)
