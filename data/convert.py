@@ -10,6 +10,8 @@ If none has, folders of these names decide.
 
 import argparse
 from collections.abc import Iterator
+from filecmp import cmp
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +114,9 @@ def convert(folder: Path, options) -> str:
     splits["val"].update(decoded_bytes=splits["val"]["bytes"], changed_documents=0)
     origin = {"made_by": "data/convert.py 2", "sources": [path.name for paths in files.values() for path in paths],
               "split": {"val_files": [path.name for path in files["val"]]}}
-    return finish(folder, options.out, origin, tokenizer, splits)
+    copies = [f"warning: {one} and {other} are equal: the model would be trained on text that it is scored on"
+              for one, other in product(files["train"], files["val"]) if cmp(one, other, shallow=False)]
+    return "\n".join([*copies[:1], finish(folder, options.out, origin, tokenizer, splits)])
 
 
 def main() -> None:

@@ -78,6 +78,14 @@ def test_names_say_which_files_are_for_validation(tmp_path, monkeypatch, train, 
     assert [sorted(map(str, splits[split])) for split in ("train", "val")] == [sorted(train), sorted(val)]
 
 
+def test_training_on_a_copy_of_the_validation_file_is_warned_of(tmp_path, monkeypatch, capsys):
+    for text, wanted in (("text", 1), ("test", 0)):
+        for name in ("val.bin", "train_1.bin", "train_2.bin"):
+            write_shard(tmp_path / name, byte_stream("text" if name == "val.bin" else text))
+        run_script(monkeypatch, convert, tmp_path, "--tokenizer", "byte260", "--out", tmp_path / f"set{wanted}")
+        assert capsys.readouterr().out.count("train_1.bin and ") == wanted
+
+
 @pytest.mark.parametrize("name, content, arguments, wanted", [
     ("val.bin", None, [], "val.bin' is neither a .bin or .npy file nor a folder of them"),
     ("interval_train.bin", [1, 5], [], "none of interval_train.bin has val or test in its name"),
