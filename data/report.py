@@ -90,9 +90,15 @@ def report(options) -> list[str]:
         problems.append(f"{shared:,} of the {len(documents['val']):,} validation documents are also in the training split, "
                         "which makes scores too good")
     if options.texts:
-        with open(options.texts, "x", encoding="utf-8") as file:
-            for document in read_split("writing", shards["val"], tokenizer):
-                file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
+        path = Path(options.texts)
+        path.touch(exist_ok=False)
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                for document in read_split("writing", shards["val"], tokenizer):
+                    file.write(json.dumps({"text": decode(document, tokenizer)}) + "\n")
+        except BaseException:  # A part of the documents could be taken for all.
+            path.unlink()
+            raise
         print(f"wrote the validation documents to {options.texts}")
     return problems
 

@@ -52,6 +52,13 @@ def test_the_validation_documents_as_text(tmp_path, show_shards):
     assert "File exists" in show_shards([], val, "--texts", tmp_path / "texts.jsonl")[1]
 
 
+def test_a_part_of_the_documents_does_not_stay_where_all_are_wanted(tmp_path, monkeypatch, show_shards):
+    monkeypatch.setattr(report, "decode", Mock(side_effect=["one", "one", OSError("No space left on device")]))
+    val = [byte_stream("one", "two")]
+    assert "No space left" in show_shards([], val, "--texts", tmp_path / "texts.jsonl")[1]
+    assert not (tmp_path / "texts.jsonl").exists()
+
+
 def test_problems_of_the_shards(show_shards):
     train = byte_stream("twice", "once", "thrice", "twice", "thrice", "only")
     val = byte_stream("new", "thrice", "newer", "on", "once")
