@@ -331,9 +331,14 @@ def table_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     names = next(table, [])
     if isinstance(names, ValueError):
         raise ValueError(f"the first line {names}")
-    if names.count(key) > 1:
-        raise ValueError(f"{names.count(key)} columns are named {key!r}: rename all but one")
+    refuse_namesakes(names, key)
     yield from row_documents(f"{path}, row", enumerate(named_values(names, table, key, advice), 1), key)
+
+
+def refuse_namesakes(names: list[str], name: str) -> None:
+    """Raises ValueError if several columns of a table have a name."""
+    if names.count(name) > 1:
+        raise ValueError(f"{names.count(name)} columns are named {name!r}: rename all but one")
 
 
 def parquet_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
@@ -342,6 +347,7 @@ def parquet_documents(file, path: Path, reader) -> Iterator[tuple[object, str]]:
     refuse_placeholder(file)
     table, key = parquet.ParquetFile(file), reader.options.text_key
     names = table.schema_arrow.names
+    refuse_namesakes(names, key.split(".")[0])
     columns = [name for name in (key, key.split(".")[0]) if name in names][:1] or None  # all, to be named
     rows = (row for batch in table.iter_batches(1024, columns=columns) for row in batch.to_pylist())
     return row_documents(f"{path}, row", enumerate(rows, 1), key)

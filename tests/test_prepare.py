@@ -78,6 +78,9 @@ def test_parquet_files(tmp_path, read):
     path.write_bytes(path.read_bytes()[:9000])
     with pytest.raises(SystemExit, match="a.parquet cannot be read: "):
         read(path, "--text-key", "body")
+    parquet.write_table(pyarrow.table([texts, texts], names=["text", "text"]), path)
+    with pytest.raises(SystemExit, match="2 columns are named 'text': rename"):
+        read(path)
 
 
 def test_a_data_set_of_the_hub_is_a_stream(monkeypatch, read):
