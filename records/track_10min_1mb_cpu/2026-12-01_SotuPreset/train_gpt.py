@@ -3,14 +3,14 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
     torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, else in the environment, else on a line of a file @FILE.
-The science comes first, from Config to train; the rest is machinery. In shapes of
-tensors, B is rows, T tokens, V vocabulary, D width, H query heads, K key/value heads,
-C head width. "As published" means: as in the script of the parameter-golf challenge.
+Set NAME=value as an argument, in the environment or in @FILE, which rank in this order.
+The science comes first, from Config to train; the rest is machinery. Tensor shapes:
+B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
+"As published" means: as in the script of the parameter-golf challenge.
 """
 from pathlib import Path
 
-SOURCE = Path(__file__).read_text("utf-8")  # first: it may be edited during the imports
+SOURCE = Path(__file__).read_text("utf-8")  # first, as it may be edited during imports
 
 import difflib
 import gc
@@ -41,20 +41,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # ---- Configuration ---------------------------------------------------------------------
-STARTED = time.monotonic()  # RunLog counts from here, after the imports.
+STARTED = time.monotonic()  # zero of elapsed_s in the log, after the imports
 HEADER_BYTES = 1024  # in front of a shard's tokens
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # the artifact; final_model.pt has the floats
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # the newest of a run
-STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}  # stop a run
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # other tools', near ours
-IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # past settings
+STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other programs
+IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
-           "skip_weight,skip_weights")  # parts of names, as published; some match nothing
+           "skip_weight,skip_weights")  # parts of parameters' names, as published
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
 AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: 0 or more
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # else 0 to 1e18
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -63,7 +63,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings, in the default's type. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
+    """Settings, typed as their defaults. AtLeast1: from 1; Share: 0 to 1; Signed: any."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest that the tokenizer must have; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -79,10 +79,9 @@ class Config:
     rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
     logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; <= 1000 for precision
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
-    rope_dims: int = 0  # dimensions of a head that rotate; 0: all
     shift_keys: bool = False  # take a part of each key from the token before
     exclusive_attn: bool = False  # project a token's own value out of its attention
-    lanes: int = 0  # number of last blocks whose MLPs read a second stream, the lane
+    lanes: int = 0  # in the last N blocks, the MLPs read a second stream, the lane
     smear: bool = False  # add a learned share of the token before to each embedding
     # Training: RESUME refuses other values of these.
     seed: int = 1337  # of the initial weights, LOADER=shuffled and DROPOUT
@@ -91,9 +90,9 @@ class Config:
     train_batch_tokens: AtLeast1 = 393216  # tokens in a step, over all ranks
     qk_gain_init: float = 1.5  # initial gain of the queries, learned per head
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
-    init: Literal["baseline", "gpt2"] = "baseline"  # gpt2: normal weights
+    init: Literal["baseline", "gpt2", "by_name"] = "baseline"  # by_name: a seed per tensor
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
-    optimizer: Literal["muon", "adamw"] = "muon"  # of the blocks' matrices; else AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # for matrices of blocks; others: AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, if OPTIMIZER=muon
     head_lr: float = 0.008  # learning rate of an untied output head, if OPTIMIZER=muon
@@ -111,13 +110,13 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW trains such names; export keeps small ones
+    control_tensor_name_patterns: str = CONTROL  # tensors for AdamW, exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # number of last steps with falling rates; <= 0: none
-    warmdown_fraction: Share = 0.0  # part of a run with falling rates; 0: WARMDOWN_ITERS
+    warmdown_iters: Signed = 3000  # rates fall N steps before the cap, else the end; <= 0: never
+    warmdown_fraction: Share = 0.0  # the same as a share of the run; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
-    # Run: RESUME accepts other values of these, if the text and its pieces stay the same.
+    # Run: RESUME accepts other values of these, if the text and its order stay the same.
     run_id: str = ""  # name of the logs; empty: a new one
     out_dir: str = ""  # folder of the model's files and checkpoints/; empty: logs/RUN_ID
     init_from: str = ""  # artifact, state dict or checkpoint whose weights to start from
@@ -125,24 +124,24 @@ class Config:
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # or gpt2, byte260
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first available
     matmul_precision: Literal["highest", "high", "medium"] = "high"  # of float32 products
-    compile: Literal["auto", "0", "1", "blocks", "max-autotune"] = "auto"  # 0: off
+    compile: Literal["auto", "0", "1", "blocks"] = "auto"  # 0: off; 1: the whole model
     attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of sequential text per rank and step; 0: ~8 / ranks
+    grad_accum_steps: int = 0  # contiguous spans per rank in a step; 0: about 8 in all
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
     eval_stride: int = 0  # also score in windows that move by N tokens; 0: do not
-    train_log_every: int = 200  # log steps 1 to 10, each N-th, one at the time limit
-    checkpoint_every: int = 0  # save every N steps and at the end; 0: if interrupted
+    train_log_every: int = 200  # log steps 1 to 10, every N-th, and one at the time limit
+    checkpoint_every: int = 0  # save every N steps and at the end; 0: only on a signal
     resume: str = ""  # checkpoint to continue; auto: the newest (of RUN_ID, if set)
     export_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the blocks' matrices
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of model and code; a set EXPORT_CLIP is raised to fit; 0: off
+    size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP, if set; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -151,9 +150,7 @@ class Config:
             require(isinstance(value, str) or low <= value <= high,
                     f"{f.name.upper()}={value} must be from {low:g} to {high:g}")
         heads, width = self.num_heads, self.model_dim
-        require(width % (2 * heads) == 0, f"MODEL_DIM={width} must be a multiple of {2 * heads}")
-        require(self.rope_dims % 2 == 0 and self.rope_dims * heads < width,
-                f"ROPE_DIMS={self.rope_dims} must be even, below {width // heads}; 0: all")
+        require(width % (2 * heads) == 0, f"MODEL_DIM={width} is no multiple of 2 * {heads} heads")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
         require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
@@ -165,7 +162,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, trainin
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]  # what an artifact stores
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # despite INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -222,8 +219,8 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: quarters of q (B, K, H/K, T, C) skip the later k and v (B, K, T, C)."""
-    outputs, keys, values = [], k.chunk(4, 2), v.chunk(4, 2)
+    """For CPUs: a quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
+    outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
@@ -245,22 +242,21 @@ def causal_attention(q, k, v, kernel: str):
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
-    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # from the last dimension on
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0))  # last dimension first
 
 def smear(x, share):
     """x (B, T, D) plus a learned share (D,) of the token before (modded-nanogpt#130)."""
     return x + share.to(x.dtype) * token_before(x)
 
-def shift_keys(k, rope_dims: int):
-    """Take channels of k (B, T, K, C) from the token before, so that one layer can find
-    what followed an earlier token (modded-nanogpt#169; 0 to 0.08 bpb less)."""
-    pairs = k.size(3) // 2
-    num_kept = rope_dims // 2 or pairs // 2  # pairs that rotate; if all do, half of them
+def shift_keys(k):
+    """Take half the channels of k (B, T, K, C) from the token before, so that one layer can find
+    what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
+    pairs = k.size(3) // 2  # of channels, which `rotate` turns, the fastest first
     pair = torch.arange(k.size(3), device=k.device) % pairs  # of each channel
-    return torch.where(pair < num_kept, k, token_before(k))
+    return torch.where(pair < pairs // 2, k, token_before(k))  # The slower half moves.
 
 def remove_own_value(y, v):
-    """Take from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078; 0.008 bpb less."""
+    """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
     return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
@@ -283,7 +279,7 @@ class Attention(nn.Module):
         qkv = linear(x, self.c_q, self.c_k, self.c_v).unflatten(-1, (sum(self.heads), -1))
         q, k, v = qkv.split(self.heads, dim=2)  # each (B, T, heads, C)
         if self.config.shift_keys:
-            k = shift_keys(k, self.config.rope_dims)
+            k = shift_keys(k)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
@@ -305,11 +301,11 @@ class MLP(nn.Module):
         return linear(x, self.proj, scale=scale)
 
 def dropout(x, rate):
-    """Drop a share `rate` of the channels of a row of x (B, T, D): arXiv:1512.05287."""
+    """Drop a share `rate` of channels of each row of x (B, T, D); arXiv:1512.05287."""
     if rate is None:
         return x
     draws = torch.rand(x.size(0), 1, x.size(2), device=x.device)
-    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)
+    return x * ((draws >= rate) / (1 - rate).clamp_min(1e-9)).to(x.dtype)  # never 0 / 0
 
 class Block(nn.Module):
     """Attention and MLP on a stream x (B, T, D), into which the embedding x0 is mixed."""
@@ -328,21 +324,21 @@ class Block(nn.Module):
         return x + dropout(self.mlp(rms_norm(x), self.mlp_scale), drop_rate)
 
 class LaneBlock(Block):
-    """A block whose MLP reads a second stream, the lane (parameter-golf#1518; 0.0035 bpb less)."""
+    """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
         # Rows: new x, new lane. Columns: shares of the old, attention, MLP. From #1518.
         shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # AdamW's, by its name: see CONTROL
+        self.resid_mix_lanes = nn.Parameter(shares)  # "resid_mix" is in CONTROL: AdamW
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
-        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Unlike in Block, only for attention.
+        mixed = rms_norm(mix[0] * x + mix[1] * x0)  # Only attention reads the mix.
         attended = dropout(self.attn(mixed, cos, sin, self.attn_scale), drop_rate)
-        fed = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
+        mlp_out = dropout(self.mlp(rms_norm(lane), self.mlp_scale), drop_rate)
         to_x, to_lane = self.resid_mix_lanes.to(x.dtype)
-        x = to_x[0] * x + to_x[1] * attended + to_x[2] * fed
-        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * fed
+        x = to_x[0] * x + to_x[1] * attended + to_x[2] * mlp_out
+        return x, to_lane[0] * lane + to_lane[1] * attended + to_lane[2] * mlp_out
 
 def cross_entropy(logits, targets, limit: float):
     """F.cross_entropy of logits (B, T, V), ignore_index=-1, in few passes: a target's logit is
@@ -360,19 +356,21 @@ class GPT(nn.Module):
         self.config = config
         self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # some tools leave "auto"
         width = config.model_dim
-        rows = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
-        self.tok_emb = nn.Embedding(rows, width)  # The order decides the random weights.
+        size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
+        self.tok_emb = nn.Embedding(size, width)  # Modules draw weights in this order.
         self.first_lane_block = config.num_layers - config.lanes
         kinds = [Block] * self.first_lane_block + [LaneBlock] * config.lanes
         self.blocks = nn.ModuleList(kind(config) for kind in kinds)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(width, rows, bias=False)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(width, size, bias=False)
         self.half = config.num_layers // 2
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # Compiling would fix a float.
+        rate = torch.zeros(()) if config.dropout else None  # A float would be baked in.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
+            if config.init == "by_name":  # Then no draw below depends on other tensors.
+                torch.manual_seed(config.seed + zlib.crc32(name.encode()))
             if config.init == "gpt2" and name.endswith(".weight"):  # Radford et al. 2019
                 depth = 2 * config.num_layers if ".proj." in name else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
@@ -380,10 +378,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
             elif name == "tok_emb.weight" and config.tie_embeddings:
                 nn.init.normal_(p, std=config.tied_embed_init_std)
+            elif config.init == "by_name" and re.fullmatch(r"blocks\..*\.weight", name):
+                nn.init.kaiming_uniform_(p, a=math.sqrt(5))  # as nn.Linear does
         pairs = width // config.num_heads // 2
-        exponents = torch.arange(pairs) / (config.rope_dims // 2 or pairs)
-        # Pairs beyond ROPE_DIMS have exponents of 1 or more: frequency 0, no rotation.
-        frequencies = (config.rope_base ** -exponents).where(exponents < 1, 0)
+        frequencies = config.rope_base ** -(torch.arange(pairs) / pairs)
         if self.compute_dtype == torch.bfloat16:  # As published, values are rounded.
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
@@ -411,7 +409,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # Like x, the lane has all blocks' outputs.
+        return x if lane is None else lane  # Both have all blocks' outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -461,7 +459,7 @@ class Muon(torch.optim.Optimizer):
         node_rank, node_size = (node.rank(), node.size()) if node else (0, 1)
         pending, gathers = [], []
         for shape, params in self.banks.items():
-            grads = torch.stack([p.grad for p in params])
+            grads = torch.stack([p.grad for p in params])  # a copy, which changes below
             state = self.state[params[0]]
             momentum = group["momentum"] * state.get("momentum_buffer", 0) + grads
             state["momentum_buffer"] = momentum
@@ -501,13 +499,13 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
         if p.ndim == 2 and name.startswith("blocks.") and not is_control:
             kind = "matrix"
         groups[kind]["params"].append(p)
-    others = {}
-    if config.optimizer == "muon":
-        others["muon"] = Muon([groups.pop("matrix")], config, ranks)
+    matrices = groups.pop("matrix") if config.optimizer == "muon" else None
     adam = torch.optim.AdamW([group for group in groups.values() if group["params"]],
                              betas=(config.beta1, config.beta2), eps=config.adam_eps,
                              fused=(config.fused and ranks.device.type != "mps") or None)
-    return {"adam": adam, **others}
+    if matrices is None:
+        return {"adam": adam}
+    return {"adam": adam, "muon": Muon([matrices], config, ranks)}
 
 # ---- Data ------------------------------------------------------------------------------
 @lru_cache(maxsize=2)  # The last step of an epoch may read rows of the next one.
@@ -528,7 +526,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares the shards' starts: 32 MiB in all, at least 8 KiB of each.
+        # RESUME compares starts of all shards, val too: 32 MiB, at least 8 KiB of each.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         size = max(2**13, 2**25 // len(paths))
         starts = [np.fromfile(path, np.uint8, size) for path in paths]
@@ -542,7 +540,7 @@ class TokenLoader:
             place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
-            left = int(self.ends[index]) - place  # tokens in the rest of the shard
+            left = int(self.ends[index]) - place  # tokens from there to the shard's end
             parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
             start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
@@ -553,27 +551,27 @@ class TokenLoader:
         first = step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last steps (falling rates) read each row once: epoch 1e6.
+        # A run's last steps read a whole epoch, if two fit: falling rates see every row.
+        # Its number, 10**6, has an order of its own, which no other epoch reaches.
         if self.shuffled and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         first = 0 if config.overfit else first
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
             if self.shuffled:
-                order = epoch_order(config.seed, piece // self.rows, self.rows)
-                piece = int(order[piece % self.rows])  # the row at this place
+                epoch, place = divmod(piece, self.rows)
+                piece = int(epoch_order(config.seed, epoch, self.rows)[place])
             texts.append(self.read(piece * self.stride, self.length + 1))
         texts = np.stack(texts).astype(np.int64)
         pair = np.stack((texts[:, :-1], texts[:, 1:]))
         inputs, targets = self.ranks.to_device(pair.reshape(2, -1, config.train_seq_len))
-        rows = config.micro_batch_tokens // config.train_seq_len
-        return list(zip(inputs.split(rows), targets.split(rows)))
+        at_once = config.micro_batch_tokens // config.train_seq_len  # rows
+        return list(zip(inputs.split(at_once), targets.split(at_once)))
 
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
-    The rates fall by a cosine after the warm-up (arXiv:1608.03983); or linearly in the last
-    WARMDOWN_FRACTION of the run; or, as published, in its last WARMDOWN_ITERS steps, or in
-    the time that they take."""
+    The rates fall by a cosine after the warm-up (arXiv:1608.03983), or linearly: over the
+    last WARMDOWN_FRACTION of a run; if 0, over WARMDOWN_ITERS steps up to the cap, or end."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -588,7 +586,8 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
         level = max(0, config.iterations - step) / max(config.warmdown_iters, 1e-9)
     falling = config.min_lr + (1 - config.min_lr) * min(1.0, level)
     rising = (step + 1) / max(1, config.lr_warmup_steps)
-    part = min(1.0, step / max(1, config.muon_momentum_warmup_steps))
+    steps = config.muon_momentum_warmup_steps
+    part = min(1.0, step / steps) if steps else 1.0
     momentum = (1 - part) * config.muon_momentum_warmup_start + part * config.muon_momentum
     return min(rising, falling), momentum
 
@@ -607,7 +606,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one, as gradients come at once
+                           bucket_cap_mb=1 << 20)  # one bucket: all are ready together
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -628,10 +627,10 @@ class Trainer:
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
-            self.model.drop_rate.zero_()
+            self.model.drop_rate.zero_()  # Validation drops nothing.
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        limit = config.grad_clip_norm or math.inf  # By inf, nothing is clipped.
+        limit = config.grad_clip_norm or math.inf  # inf clips nothing.
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
             for optimizer in self.optimizers.values():
@@ -650,6 +649,8 @@ class Trainer:
         """Return to a `state_dict` and start the clock."""
         self.model.load_state_dict(dict(state["model"]))  # no _metadata: see load_weights
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            for group in old["param_groups"]:  # Another device may have saved it.
+                group["fused"] = optimizer.defaults.get("fused")
             optimizer.load_state_dict(old)
         self.scaler.load_state_dict(state["scaler"])
         self.clock.set(int(state["step"]), float(state["time_ms"]))
@@ -663,8 +664,8 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        is_end = is_done and (config.checkpoint_every or saved_step)  # else RESUME=auto goes back
-        saves = is_end or is_due(clock.step, config.checkpoint_every)
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # so RESUME=auto finds it
+        saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: what follows can take long
             saved_step = clock.step
@@ -681,13 +682,13 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Each idles GPUs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits slow GPUs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
-            # In float16, gradients may overflow until the scale fits; one below 2**-20 never will.
+            # In float16, gradients may overflow until the scale fits; below 2**-20 none will.
             can_overflow = config.dtype == "float16" and trainer.scaler.get_scale() > 2**-20
-            is_bad = not (loss if can_overflow else loss + norm).isfinite()
-            if clock.synchronize(is_bad):
+            watched = loss if can_overflow else loss + norm
+            if clock.synchronize(is_bad=not watched.isfinite()):
                 log.event("nonfinite", step=step)
                 raise FloatingPointError(f"loss or gradient near step:{step} is not finite; "
                                          "lower the rates or set GRAD_CLIP_NORM=1")
@@ -702,8 +703,8 @@ def find_ranks() -> list[int]:
     if all(os.environ.get(name) for name in names):
         return [int(os.environ[name]) for name in names]
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        require(os.environ.get(name, "1") == "1", f"{name} is not 1, but {names} are not all set: "
-                "use torchrun or tools/ranks.sh")
+        require((os.environ.get(name) or "1") == "1", f"{name} is not 1, but {names} are not "
+                "all set: use torchrun or tools/ranks.sh")
     return [0, 1, 0, 1]
 
 def count_cores(cores: int, quota=Path("/sys/fs/cgroup/cpu.max")) -> float:
@@ -720,16 +721,16 @@ def start_ranks(config) -> Ranks:
     require(kind in usable, f"DEVICE={kind} is not available here; use {' or '.join(usable)}")
     device = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
-        require(local_rank < torch.cuda.device_count(), "more ranks than GPUs here")
+        require(local_rank < torch.cuda.device_count(), f"LOCAL_RANK={local_rank} has no GPU")
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPUs: repeatable
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        store, *_ = next(dist.rendezvous("env://", rank, size))  # torchrun's restarts share it.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # It outlives restarts.
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # new keys at each
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -737,6 +738,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
+        shared.add("starts", rank == 0)  # All have read it: count this start.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -747,9 +749,9 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return device.type == "cpu" and has_units
 
 def run_attention(qkv: list[Tensor], kernel: str) -> list[Tensor]:
-    """Output and gradients for qkv by `kernel`, the only one enabled; [] if it does not run."""
-    for name, pytorchs_name in SDP_OF_ATTN.items():
-        getattr(torch.backends.cuda, f"enable_{pytorchs_name}_sdp")(name == kernel)
+    """Enable only `kernel`; its output and gradients for qkv, or [] if it does not run."""
+    for attn, sdp in SDP_OF_ATTN.items():
+        getattr(torch.backends.cuda, f"enable_{sdp}_sdp")(kernel == attn)
     try:
         with warnings.catch_warnings(action="ignore"):
             y = causal_attention(*qkv, kernel)
@@ -768,15 +770,15 @@ def choose_attention(config, device: torch.device) -> str:
     elif device.type == "cpu" and config.compile != "0" and config.train_seq_len <= 1024:
         kernels.insert(0, "tiled")  # It is slow uncompiled; longer rows need much memory.
     width = config.model_dim // config.num_heads
-    most = 1024 if device.type == "cpu" else 4096  # `math` takes long, or memory.
+    most = 1024 if device.type == "cpu" else 4096  # `math` is slow, and takes memory.
     length = min(max(64, config.train_seq_len), most)
     options = dict(dtype=getattr(torch, config.dtype), device=device, requires_grad=True)
     group = config.num_heads // config.num_kv_heads  # query heads that share a key
     qkv = [torch.randn(1, heads, length, width, **options) for heads in (group, 1, 1)]
     wanted = run_attention(qkv, "math")
-    for kernel in kernels if config.attn == "auto" else [config.attn]:
+    for kernel in (kernels if config.attn == "auto" else [config.attn]):
         got = run_attention(qkv, kernel)
-        errors = [(y - x).float().norm() / x.float().norm() for x, y in zip(wanted, got)]
+        errors = [(g - w).float().norm() / w.float().norm() for g, w in zip(got, wanted)]
         if errors and all(e < 0.05 for e in errors):  # Rounding to bfloat16 makes 0.01.
             return kernel
     raise ValueError(f"ATTN={config.attn} does not run {config.dtype} heads of {width}, "
@@ -792,25 +794,26 @@ def parse_value(name: str, text: str):
     try:
         return type(f.default)(text.lower() if choices else text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be of type {type(f.default).__name__}") from None
+        kind = "whole number" if isinstance(f.default, int) else "number"
+        raise ValueError(f"{name}={text!r} must be a {kind}, like {f.default}") from None
 
 def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, tuple[str, str]]:
     """The text and origin of each name that is set. Raises ValueError, OSError."""
     words = []
     for file in (argument for argument in arguments if argument.startswith("@")):
-        lines = Path(file[1:]).read_text("utf-8-sig", errors="replace").splitlines()
-        words += [(line, file) for line in lines if line and line[0] != "#"]
+        lines = Path(file[1:]).expanduser().read_text("utf-8-sig", errors="replace").splitlines()
+        words += [(line, file) for line in map(str.strip, lines) if line[:1] not in ("", "#")]
     words += [(f"{n}={t}", "environment") for n, t in environment.items() if t and n not in FOREIGN]
     words += [(argument, "argument") for argument in arguments if argument[:1] != "@"]
     given = {}
-    for word, origin in words:  # The last one wins.
+    for word, origin in words:  # Arguments come last and win.
         name, is_pair, text = word.partition("=")
         require(is_pair, f"{word!r} ({origin}) is not NAME=value, like NUM_LAYERS=9; see --help")
         given[name] = (os.path.expanduser(text), origin)
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, or {}; also unknown ones that an artifact uses, to be refused."""
+    """A file's model settings; {} if unreadable. Unknown ones stay: `load_config` refuses."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # of a checkpoint
@@ -836,23 +839,24 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
         text, origin = given.setdefault(name, (value, path))
         require(name in MAY_CHANGE or parse_value(name, text) == parse_value(name, value),
                 f"{name}={text} ({origin}), but the model in INIT_FROM={path} has {name}={value}")
-    for name in given.keys() - FIELDS.keys():  # unknown here
+    for name in given.keys() - FIELDS.keys():  # not settings
         text, origin = given.pop(name)
-        likeness = 0.85 if origin == "environment" else 0.5  # Spare others' variables.
-        near = difflib.get_close_matches(name.lstrip("-").upper(), FIELDS, 2, likeness)
+        near = difflib.get_close_matches(name.upper(), FIELDS, 2, 0.85)
+        if origin == "environment" and not near:
+            continue  # another program's
+        near = near or difflib.get_close_matches(name.upper(), FIELDS, 2, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all of them"
-        require(origin == "environment" and not near,
-                f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
+        raise ValueError(f"{name}={text!r} ({origin}) is not a variable of this script; {hint}")
     values = {name.lower(): parse_value(name, text) for name, (text, _) in given.items()}
     return Config(**values), given
 
 # ---- Log -------------------------------------------------------------------------------
 def set_aside(*paths: Path):
-    """Rename files that another run has left under these names to NAME.TIME.SUFFIX."""
+    """Rename the files that exist under these names to NAME.TIME.SUFFIX."""
     now = time.time_ns()  # one for all: it tells which files belong together
     for path in filter(Path.exists, paths):
         aside = path.rename(path.with_name(f"{path.stem}.{now}{path.suffix}"))
-        warnings.warn(f"{path} exists and becomes {aside.name}", stacklevel=2)
+        warnings.warn(f"{path} exists; it is kept as {aside.name}", stacklevel=2)
 
 class RunLog:
     """Console, logs/RUN_ID.txt and logs/RUN_ID.jsonl of rank 0; others are silent."""
@@ -865,7 +869,7 @@ class RunLog:
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         self.files = (sys.stdout, self.text)
         self.line(str(paths[0]), sys.stdout)
-        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null")
+        smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null", errors="replace")
         self.line(f"{source}\n{'=' * 100}\nRunning Python {sys.version}\n"
                   f"Running PyTorch {torch.__version__}\n{smi}\n{'=' * 100}", self.text)
 
@@ -878,7 +882,7 @@ class RunLog:
                 warnings.warn(f"{getattr(file, 'name', '')}: line missing: {error}", stacklevel=2)
 
     def event(self, event: str, text="", **values):
-        """Write values to the .jsonl, inf and NaN as null; by `text`, to console and .txt."""
+        """Write values to the .jsonl (inf, NaN: null), and `text` with them as `line` does."""
         if self.files:
             values = {"event": event, **values, "elapsed_s": round(time.monotonic() - STARTED, 3)}
             plain = json.loads(json.dumps(values), parse_constant=lambda nan_or_inf: None)
@@ -897,8 +901,7 @@ def count_tokens(path) -> int:
     return count
 
 def read_shard(path, vocab_size: int, start=0, count=-1):
-    """`count` tokens (uint16) of a shard from `start` on; -1: all. No file stays open: there
-    may be very many. Raises ValueError for a token outside the vocabulary."""
+    """`count` tokens (uint16) of a shard from `start` on; -1: all. Raises ValueError."""
     tokens = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * start)
     require(len(tokens) >= max(1, count), f"{path} has become shorter; make it again")
     largest = int(tokens.max())
@@ -911,7 +914,7 @@ def open_split(config, split: str) -> dict[Path, int]:
     where = f"DATA_PATH={config.data_path!r}"
     paths = sorted(Path(config.data_path).glob(f"*_{split}_[0-9]*.bin"))
     there = ", ".join(map(str, Path("data/datasets").glob("*"))) or "no data set yet"
-    require(paths, f"there is no {where} with *_{split}_*.bin; there is {there}; prepare a text "
+    require(paths, f"{where} has no *_{split}_[0-9]*.bin; there is {there}; prepare a text "
             "by data/prepare.py, or fetch FineWeb by data/download.py")
     shards = {path: count_tokens(path) for path in paths}
     tokens = sum(shards.values())
@@ -930,7 +933,7 @@ def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
             import sentencepiece
             kind = "sentencepiece"
             model = sentencepiece.SentencePieceProcessor(model_file=path)
-            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")
+            prepends = model.encode("a", out_type=str)[0].startswith("\u2581")  # a space
             for i in range(model.vocab_size()):
                 piece = model.id_to_piece(i).replace("\u2581", " ")
                 # caseops tokenizers mark letters' case by these tokens of score 0.
@@ -967,20 +970,20 @@ class Validation:
             raise ValueError(f"{source} is damaged: {error!r}; make it again") from None
         there = {path.name for path in source.parent.glob("*_[0-9]*.bin")}
         listed = self.data_sha256.keys() or there
-        # A run that only scores needs no training shards.
-        odd = sorted(there ^ listed if config.iterations else there - listed)
+        # Without training, listed shards may be missing; unlisted ones are always wrong.
+        odd = sorted((there ^ listed) if config.iterations else (there - listed))
         require(not odd, f"{source} and the shards differ in {odd}; copy missing, move extra ones")
         tokens = np.hstack([read_shard(p, config.vocab_size) for p in open_split(config, "val")])
         self.tokenizer_kind, table, is_control = load_byte_table(config)
-        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]
+        target_bytes = table[tokens[1:], is_control[tokens[:-1]]]  # by the token before
         found = [len(tokens), int(table[tokens[0], 1] + target_bytes.sum(dtype=np.int64))]
         wanted = [size if claim is None else claim for claim, size in zip(claims, found)]
         require(found == wanted, f"{source} says {wanted} validation tokens and bytes, shards "
                 f"and TOKENIZER_PATH={config.tokenizer_path} give {found}: scores would be wrong")
-        rows = (len(tokens) - 1) // config.train_seq_len
-        self.num_targets = rows * config.train_seq_len
+        self.num_targets = (len(tokens) - 1) // config.train_seq_len * config.train_seq_len
         self.tokens = tokens[:self.num_targets + 1]
         self.bytes = int(target_bytes[:self.num_targets].sum(dtype=np.int64))
+        require(self.bytes, f"{source.parent}: no validation row has text; prepare more")
 
     def score(self, model, stride=0) -> dict[str, float]:
         """Score rows, or windows of a row's length that move by `stride`. Collective."""
@@ -993,9 +996,9 @@ class Validation:
         # Window i is scored from starts[i] to its end, stops[i]; empty ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients, this runs the graph compiled for training; a second hardly pays.
+        # With gradients on, the graph of training serves; compiling a second hardly pays.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
-        device = "cpu" if ranks.device.type == "mps" else ranks.device  # no float64
+        device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
         for first in range(batch * ranks.rank, windows, batch * ranks.world_size):
             chosen = slice(first, first + batch)
@@ -1023,7 +1026,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
         scales = limits.clamp_min(1) / 127 if is_matrix else (limits / 127).where(limits > 0, 1)
     else:
         limits = clip * rows.std(1) if clip else rows.abs().amax(1)
-        scales = (limits / levels).clamp_min(1e-7).half()[:, None]
+        scales = (limits / levels).clamp_min(1e-7).half()[:, None]  # rounded as stored
     rounded = (rows / scales).round().clamp(-levels, levels)
     scales = scales[:, 0].half() if is_matrix else scales.squeeze()
     return rounded.to(torch.int8).view(tensor.shape), scales
@@ -1031,7 +1034,7 @@ def quantize_tensor(tensor, bits=0, clip=0.0):
 def quantize(state: dict, config) -> tuple[dict, int]:
     """The int8 artifact and its payload in bytes; small tensors stay floats."""
     published = config.export_bits == config.embed_bits == 8 and not config.export_clip
-    published &= config.optimizer == "muon"  # too coarse for AdamW's weights
+    published &= config.optimizer == "muon"  # AdamW's weights need finer scales.
     about = {name: getattr(config, name.lower()) for name in STORED}
     path = Path(config.tokenizer_path)
     about["TOKENIZER_PATH"] = path.name if path.is_absolute() else path.as_posix()  # no local paths
@@ -1074,13 +1077,12 @@ def pack(state: dict, config) -> tuple[bytes, dict]:
                   "artifact_sha256": sha256(data).hexdigest(), "export_clip": config.export_clip}
 
 def read_saved(path: str | Path) -> dict:
-    """What torch.save wrote, perhaps packed by zlib; it can run no code. A plain file is read
-    for its checksums and mapped: the ranks of a machine share its memory."""
+    """What torch.save wrote, perhaps packed by zlib. A plain file is mapped: ranks share it."""
     is_plain = np.fromfile(path, "S2", 1).tolist() == [b"PK"]  # of a zip archive
     source = str(path)
     if not is_plain:
-        packed = Path(path).read_bytes()  # The limit below stops zip bombs.
-        source = io.BytesIO(zlib.decompressobj().decompress(packed, 32 * len(packed)))
+        data = Path(path).read_bytes()  # The limit below stops zip bombs.
+        source = io.BytesIO(zlib.decompressobj().decompress(data, max(2**26, 32 * len(data))))
     with zipfile.ZipFile(source) as archive:
         require(not any(e.compress_type for e in archive.infolist()), "entries are packed")
         require(archive.testzip() is None, "a checksum is wrong; copy it again")
@@ -1134,7 +1136,7 @@ def find_checkpoint(config) -> dict:
     for path in paths:
         try:
             state = read_saved(path)
-            require(state.get("format") == CHECKPOINT_FORMAT, "it is of another version")
+            require(state.get("format") == CHECKPOINT_FORMAT, "it has another format")
             return {**state, "path": str(path), "run_id": str(state["config"]["run_id"])}
         except Exception as error:  # Damaged files fail in many ways.
             print(f"warning: checkpoint {path} cannot be used: {error}", file=sys.stderr)
@@ -1185,7 +1187,7 @@ class Clock:
 
     def set(self, step: int, time_ms: float):
         """Start the clock after `step` steps, which took `time_ms`."""
-        gc.collect(1)  # only young objects, off the clock; `signals_kept` switches gc off
+        gc.collect(1)  # gc is off while training; only young objects, which takes no time
         self.step, self.time_ms = step, time_ms
         self.zero_ms = self.ranks.now_ms() - time_ms  # when the clock was at zero
 
@@ -1208,7 +1210,7 @@ class Clock:
         """Keep a signal for `synchronize`."""
         if not self.signal and self.ranks.rank == 0:
             with suppress(OSError):  # The terminal may be closed.
-                os.write(2, b"stopping soon (torchrun: in 30 s); Ctrl-\\ stops now\n")
+                os.write(2, b"stopping soon; Ctrl-\\ stops now\n")
         self.signal = self.signal or number
 
 def is_due(step: int, every: int) -> bool:
@@ -1217,7 +1219,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Loading it restores base_lr and drops new moments.
+    before = trainer.state_dict()  # Rate 0 keeps its weights; loading resets the rest.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1253,13 +1255,13 @@ def log_step(trainer, loader, log, loss, norm, since: tuple):
               epoch=step * loader.pieces * loader.stride / loader.num_tokens)
 
 def export(trainer, validation, log):
-    """Write floats, validate, write and load the artifact. Collective. OSError, ValueError."""
+    """Write floats, validate, write and load the artifact. Raises OSError, ValueError."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     state = {name: t.cpu() for name, t in trainer.model.state_dict().items()}
     if ranks.rank == 0:  # the floats first: nothing below can lose them
         floats = saved(state)
         write_whole(Path(config.out_dir, "final_model.pt"), floats)
-    clock.set(clock.step, clock.time_ms)  # The files above are no training.
+    clock.set(clock.step, clock.time_ms)  # Writing the floats is not training.
     validate(trainer, validation, log)
     if clock.step < config.iterations:
         log.line(f"stopping_early: wallclock_cap train_time:{clock.time_ms:.0f}ms "
@@ -1305,16 +1307,16 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set the sizes of spans and micro-batches. 1, 2, 4 or 8 ranks read alike: a step
-    reads 8 spans (4, 2 or 1 if it has fewer rows). Raises ValueError."""
+    """Set spans and micro-batches; 1 to 8 ranks read the same text. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
     unit = spans_per_rank * ranks.world_size * length
     nearest = max(1, round(tokens / unit)) * unit
-    require(tokens == nearest, f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} "
-            f"(GRAD_ACCUM_STEPS * ranks * TRAIN_SEQ_LEN); the nearest is {nearest}")
-    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token
+    require(tokens == nearest or not config.iterations,  # A run that only scores reads none.
+            f"TRAIN_BATCH_TOKENS={tokens} is not a multiple of {unit} (TRAIN_SEQ_LEN * ranks * "
+            f"GRAD_ACCUM_STEPS={spans_per_rank}); the nearest is {nearest}")
+    nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token in x
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB stay in caches.
     if ranks.device.type == "cuda":  # from peaks measured on an H100, in bytes per token
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
@@ -1322,7 +1324,7 @@ def plan_batch(config, ranks) -> Config:
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         limits["cuda"] = -ranks.max(-share * memory / per_token)[0]  # of the smallest GPU
     limit = config.micro_batch_tokens or limits[ranks.device.type]
-    rows = tokens // (ranks.world_size * length)  # of a rank
+    rows = max(1, tokens // (ranks.world_size * length))  # of a rank
     at_once = max(n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, limit / length))
     return replace(config, grad_accum_steps=spans_per_rank, micro_batch_tokens=at_once * length)
 
@@ -1332,9 +1334,9 @@ def resolve(config, ranks) -> Config:
     fallback = "float16" if device == "cuda" else "float32"  # A T4 has no bfloat16.
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if bfloat16_is_native(ranks.device) else fallback)
-    if config.compile == "auto":
-        modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
-        config = replace(config, compile=modes[device] if config.iterations else "0")
+    modes = {"cuda": "1", "cpu": "blocks" if sys.platform == "linux" else "0", "mps": "0"}
+    mode = modes[device] if config.compile == "auto" else config.compile
+    config = replace(config, compile=mode if config.iterations else "0")
     config = plan_batch(config, ranks)
     run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     path = Path(config.tokenizer_path)
@@ -1363,7 +1365,7 @@ val_loader:shards pattern={c.data_path}/*_val_*.bin tokens:{validation.num_targe
 model_params:{sum(p.numel() for p in trainer.model.parameters())}
 world_size:{ranks.world_size} grad_accum_steps:{c.grad_accum_steps} device:{ranks.device} \
 dtype:{c.dtype} compile:{c.compile} micro_batch_tokens:{c.micro_batch_tokens}
-sdp_backends:{" ".join(f"{theirs}={c.attn == ours}" for ours, theirs in SDP_OF_ATTN.items())}
+sdp_backends:{" ".join(f"{sdp}={c.attn == attn}" for attn, sdp in SDP_OF_ATTN.items())}
 attention_mode:gqa num_heads:{c.num_heads} num_kv_heads:{c.num_kv_heads}
 tie_embeddings:{c.tie_embeddings} embed_lr:{rates["embed"]} head_lr:{rates.get("head", 0.0)} \
 matrix_lr:{rates.get("matrix", 0.0)} scalar_lr:{rates["scalar"]}
@@ -1372,7 +1374,7 @@ train_batch_tokens:{c.train_batch_tokens} train_seq_len:{c.train_seq_len} \
 iterations:{c.iterations} warmup_steps:{c.warmup_steps} \
 max_wallclock_seconds:{c.max_wallclock_seconds:.3f}
 seed:{c.seed}""")
-    if c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
+    if loader and c.device == "cpu" and c.train_batch_tokens == Config.train_batch_tokens:
         log.line("the defaults are for eight GPUs; on a CPU, take @records/presets/quick.env")
     if resumed_from:
         log.event("resume", "resumed: step:{step} train_time:{train_time_ms:.0f}ms from {file}",
@@ -1384,17 +1386,16 @@ def compile_model(trainer, loader):
     """Compile the model, or its blocks and its loss. Raises ValueError if that fails."""
     mode, model = trainer.config.compile, trainer.model
     torch.compiler.reset()  # An earlier run of this process may have filled its cache.
-    options = {"mode": "max-autotune-no-cudagraphs"} if mode == "max-autotune" else {}
-    for part in model.blocks if mode == "blocks" else [model]:
-        part.compile(dynamic=False, fullgraph=True, **options)
+    for part in (model.blocks if mode == "blocks" else [model]):
+        part.compile(dynamic=False, fullgraph=True)
     if mode == "blocks":
         model.loss = torch.compile(model.loss, dynamic=False, fullgraph=True)
     try:
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        cause = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
-        raise ValueError(f"COMPILE={mode} failed: {' '.join(cause):.400}; try 0") from None
+        last_error = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
+        raise ValueError(f"COMPILE={mode} failed: {' '.join(last_error):.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
@@ -1419,18 +1420,17 @@ def run(config, overrides: dict, source: str) -> int:
     exports = config.iterations > 0 or not config.init_from.endswith(".ptz")  # else it only scores
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    # Strings of OF_RUN, such as paths, may differ.
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # no paths or modes
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
-    code = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
-    require(ranks.max(code, -code) == [code, -code], "the ranks differ in settings or data")
+    crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
+    require(ranks.max(crc, -crc) == [crc, -crc], "the ranks differ in settings or data")
     trainer = Trainer(config, ranks, "" if checkpoint else config.init_from)
     clock = trainer.clock
     if checkpoint:
         resume(trainer, loader, checkpoint)
     if ranks.rank == 0:
-        Path("logs").resolve().mkdir(exist_ok=True)  # An error names a dead link's target.
+        Path("logs").resolve().mkdir(exist_ok=True)  # Make a link's missing target, too.
         Path(config.out_dir).mkdir(parents=True, exist_ok=True)
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
@@ -1440,7 +1440,7 @@ def run(config, overrides: dict, source: str) -> int:
         set_aside(*[path for path in list_checkpoints(config) if path.name > start])
     del checkpoint  # Frees the mapped file, unless a CPU's moments still share it.
     with signals_kept(clock):
-        if config.iterations and config.compile != "0":
+        if config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")
             compile_model(trainer, loader)
         warm_up(trainer, loader, log)
@@ -1463,14 +1463,14 @@ def main() -> int:
         settings = SOURCE.partition("\nclass Config:")[2].partition("\n    def ")[0]
         print(__doc__, re.sub(r"\n    \w+:", lambda match: match[0].upper(), settings))
         return 0
-    warnings.formatwarning = lambda text, kind, *place: f"{kind.__name__}: {text}\n"
+    warnings.formatwarning = lambda text, *place: f"note: {text}\n"
     try:
         status = run(*load_config(sys.argv[1:], os.environ), SOURCE)
     except (ValueError, OSError, FloatingPointError, KeyboardInterrupt, dist.DistError,
             torch.AcceleratorError, torch.OutOfMemoryError) as error:
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         oom = isinstance(error, torch.OutOfMemoryError)
-        hint = "\nLower MICRO_BATCH_TOKENS; 3e9 parameters fill 80 GB" if oom else ""
+        hint = "\nLower MICRO_BATCH_TOKENS; a model of 3e9 parameters fills 80 GB" if oom else ""
         print(f"train_gpt.py: {str(error) or 'stopped'}{hint}", file=sys.stderr)
     if dist.is_initialized():  # gloo's threads may abort Python's normal exit.
         os._exit(status)
