@@ -866,8 +866,8 @@ class RunLog:
         if not is_main:
             return
         paths = [Path("logs", run_id + ending) for ending in (".txt", ".jsonl")]
-        try:  # A run locks its .jsonl until it ends.
-            with paths[1].open("r+") as file:
+        try:  # A run locks its .txt until it ends.
+            with paths[0].open("r+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # No file, or no locks there, is fine.
             require(not isinstance(error, BlockingIOError), f"RUN_ID={run_id} is still "
@@ -875,7 +875,7 @@ class RunLog:
         set_aside(*paths)  # The logs of two runs never mix.
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         with suppress(OSError):
-            fcntl.lockf(self.json, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.text, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.files = (sys.stdout, self.text)
         self.line(str(paths[0]), sys.stdout)
         smi = subprocess.getoutput("timeout 30 nvidia-smi 2> /dev/null", errors="replace")

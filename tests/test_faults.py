@@ -495,15 +495,15 @@ def test_a_run_id_that_is_still_training_is_refused(tmp_path, monkeypatch):
     """Processes that try to lock a run's log, or have done so, stand for other runs."""
     monkeypatch.chdir(tmp_path)
     train_gpt.Path("logs").mkdir()
-    lock = "import fcntl; file = open('logs/run.jsonl', 'a'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); "
+    lock = "import fcntl; file = open('logs/run.txt', 'a'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); "
     with subprocess.Popen([sys.executable, "-c", lock + "print(1, flush=True); input()"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         with pytest.raises(ValueError, match="RUN_ID=run is still running; wait for its end"):
             train_gpt.RunLog("run", "", is_main=True)
-        assert os.listdir("logs") == ["run.jsonl"]
+        assert os.listdir("logs") == ["run.txt"]
         other.communicate(b"\n")
-    with pytest.warns(UserWarning, match="run.jsonl exists; it is kept"):
+    with pytest.warns(UserWarning, match="run.txt exists; it is kept"):
         log = train_gpt.RunLog("run", "", is_main=True)
     second = subprocess.run([sys.executable, "-c", lock], capture_output=True, check=False)
     assert b"BlockingIOError" in second.stderr and log.files
