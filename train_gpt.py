@@ -3,7 +3,7 @@
     python train_gpt.py NUM_LAYERS=4 DEVICE=cpu            on one device
     torchrun --standalone --nproc_per_node=8 train_gpt.py  on eight GPUs, default settings
 
-Set NAME=value as an argument, in the environment or in @FILE, which rank in this order.
+Set NAME=value as an argument, in the environment or in @FILE; the first of these wins.
 The science comes first, from Config to train; the rest is machinery. Tensor shapes:
 B rows, T tokens, V vocabulary, D width, H query heads, K key/value heads, C head width.
 "As published" means: as in the script of the parameter-golf challenge.
@@ -47,15 +47,15 @@ HEADER_BYTES = 1024  # A shard's tokens follow them.
 INT8_FORMAT = "int8_clean_per_row_v1"
 MODEL_FILE = "final_model.int8.ptz"  # The artifact; final_model.pt has the floats.
 CHECKPOINT_FORMAT = 4
-KEPT_CHECKPOINTS = 2  # A run keeps as many, the newest.
+KEPT_CHECKPOINTS = 2  # A run keeps only its newest, this many.
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other tools
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not misspelt
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # A control tensor's name contains one of these.
 SDP_OF_ATTN = {"cudnn": "cudnn", "flash": "flash", "efficient": "mem_efficient", "math": "math"}
-AtLeast1, Share, Signed = (NewType(name, float) for name in ("AtLeast1", "Share", "Signed"))
-LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18)}  # others: 0 to 1e18
+AtLeast1, Share, Signed, Cap = (NewType(n, float) for n in ("AtLeast1", "Share", "Signed", "Cap"))
+LIMITS = {AtLeast1: (1, 1e18), Share: (0, 1), Signed: (-1e18, 1e18), Cap: (1, 1000)}
 
 def require(condition, message: str):
     """Raise ValueError with a message for the user unless the condition holds."""
@@ -64,7 +64,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings. Their types are limits: AtLeast1, Share (0 to 1), Signed; else from 0."""
+    """Settings. A type names limits, else 0 and up; the default tells int from float."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest of the tokenizer's file or name; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -78,7 +78,7 @@ class Config:
     mlp_mult: AtLeast1 = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
     tie_embeddings: bool = True  # use one table for input and output
     rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
-    logit_softcap: AtLeast1 = 30.0  # limit of the logits, by tanh; <= 1000 for precision
+    logit_softcap: Cap = 30.0  # limit of the logits, by tanh; to 1000, for precision
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     shift_keys: bool = False  # take a part of each key from the token before
     exclusive_attn: bool = False  # project a token's own value out of its attention
@@ -111,7 +111,7 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # AdamW trains them; exact if small
+    control_tensor_name_patterns: str = CONTROL  # by AdamW; stored exactly if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
     warmdown_iters: Signed = 3000  # rates fall over the last N steps; <= 0: never
@@ -128,9 +128,9 @@ class Config:
     compile: Literal["auto", "0", "1", "blocks"] = "auto"  # 0: off; 1: the whole model
     attn: Literal["auto", "flash", "cudnn", "efficient", "math", "tiled"] = "auto"  # auto: the best
     iterations: int = 20000  # train for at most N steps
-    max_wallclock_seconds: float = 600.0  # end a run after N seconds; 0: no limit
+    max_wallclock_seconds: float = 600.0  # end training after N seconds of it; 0: never
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # spans of text per rank and step; 0: about 8 in all
+    grad_accum_steps: int = 0  # a rank's spans of text in a step; 0: 8 over all ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -142,7 +142,7 @@ class Config:
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of model and code; raises EXPORT_CLIP, if set; 0: off
+    size_cap: int = 0  # most bytes of model and code; raises a set EXPORT_CLIP; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -154,7 +154,6 @@ class Config:
         require(width % (2 * heads) == 0, f"MODEL_DIM={width} is no multiple of 2 * {heads} heads")
         require(heads % self.num_kv_heads == 0,
                 f"NUM_KV_HEADS={self.num_kv_heads} must divide NUM_HEADS={heads}; 1 does")
-        require(self.logit_softcap <= 1000, f"LOGIT_SOFTCAP={self.logit_softcap} must be <= 1000")
         require(self.lanes <= self.num_layers, f"LANES={self.lanes} must be at most NUM_LAYERS")
         require(re.fullmatch(r"([^./\\\s-][^/\\\s]*)?", self.run_id),
                 f"RUN_ID={self.run_id!r} must not be a path, contain spaces or begin with . or -")
@@ -163,7 +162,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, trainin
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]  # An artifact stores these.
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # despite INIT_FROM
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # from INIT_FROM's
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Ranks:
 def rms_norm(x, gain=1.0):
     """gain * x / sqrt(mean(x^2) + float32's epsilon), by the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # Joined factors pass x once.
+    return (x * (factors * gain)).to(x.dtype)  # Small factors first: one pass.
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
@@ -220,7 +219,7 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: a quarter of q (B, K, H/K, T, C) skips the k, v (B, K, T, C) after it."""
+    """For CPUs: a quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
     outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
@@ -236,10 +235,9 @@ def causal_attention(q, k, v, kernel: str):
     group = q.size(1) // k.size(1)  # query heads that share a key
     if kernel == "tiled":
         return tiled_attention(q.unflatten(1, (-1, group)), k, v).flatten(1, 2)
-    takes_groups = kernel in ("cudnn", "flash")
-    if group > 1 and not takes_groups:
+    if group > 1 and kernel not in ("cudnn", "flash"):  # These two take groups.
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=takes_groups)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.size(1) < q.size(1))
 
 def token_before(x):
     """x (B, T, ...) of the token before; zero for the first."""
@@ -254,13 +252,13 @@ def shift_keys(k):
     what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
     pairs = k.size(3) // 2  # `rotate` turns channels i and i + pairs, low i fastest.
     pair = torch.arange(k.size(3), device=k.device) % pairs  # i of each channel
-    return torch.where(pair < pairs // 2, k, token_before(k))  # Slow ones move.
+    return torch.where(pair < pairs // 2, k, token_before(k))  # The slow half is old.
 
 def remove_own_value(y, v):
     """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
-    return y - (y * own).mean(-1, keepdim=True) * own  # (B, T, K, H/K, C)
+    return y - (y * own).mean(-1, keepdim=True) * own  # as (B, T, K, H/K, C)
 
 class Attention(nn.Module):
     """Causal self-attention of x (B, T, D), with normed queries and keys."""
@@ -328,9 +326,8 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # Rows: new x, new lane. Columns: shares of the old, attention, MLP, as in #1518.
-        shares = torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]])
-        self.resid_mix_lanes = nn.Parameter(shares)  # By its name, it is in CONTROL.
+        # Rows: new x, new lane. Columns: the old, attention, MLP (#1518). It is in CONTROL.
+        self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
         mix = self.resid_mix.to(x.dtype)
@@ -355,7 +352,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # of "auto"
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # for "auto"
         width = config.model_dim
         size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
         self.tok_emb = nn.Embedding(size, width)  # This order decides the random draws.
@@ -367,7 +364,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # A float would be a constant.
+        rate = torch.zeros(()) if config.dropout else None  # Compiled floats are fixed.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "by_name":  # Then no draw below depends on other tensors.
@@ -387,7 +384,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # Small steps, as of decay, would vanish.
+                self.tok_emb.bfloat16()  # With AdamW or decay, steps would vanish.
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -410,7 +407,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # The lane, too, sums all outputs.
+        return x if lane is None else lane  # Both sum all outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -502,9 +499,8 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
         groups[kind]["params"].append(p)
     matrices = groups.pop("matrix") if config.optimizer == "muon" else None
     fused = (config.fused and ranks.device.type != "mps") or None  # None: PyTorch chooses.
-    used = [group for group in groups.values() if group["params"]]
-    adam = torch.optim.AdamW(used, betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                             fused=fused)
+    adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], fused=fused,
+                             betas=(config.beta1, config.beta2), eps=config.adam_eps)
     if matrices is None:
         return {"adam": adam}
     return {"adam": adam, "muon": Muon([matrices], config, ranks)}
@@ -528,7 +524,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares starts of all shards, val too: 32 MiB, at least 8 KiB of each.
+        # RESUME compares the starts of all shards: 32 MiB in all, or 8 KiB each if more.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         size = max(2**13, 2**25 // len(paths))
         starts = [np.fromfile(path, np.uint8, size) for path in paths]
@@ -553,8 +549,8 @@ class TokenLoader:
         first = 0 if config.overfit else step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last steps read a whole one, number 10**6, so that falling
-        # rates see every row. As the end is an estimate, the remainder picks the rows.
+        # If two epochs fit, the last epoch_steps steps read about every row once, for the
+        # falling rates: epoch 10**6. By `%`, this holds wherever the estimated end lies.
         if self.shuffled and not config.overfit and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
@@ -571,8 +567,7 @@ class TokenLoader:
 # ---- Training --------------------------------------------------------------------------
 def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
     """Factor of the rates, and Muon's momentum, after `step` steps in `elapsed_ms`.
-    After a warm-up, rates fall by a cosine (arXiv:1608.03983), or linearly at the end:
-    over the last WARMDOWN_FRACTION of a run; if that is 0, its last WARMDOWN_ITERS steps."""
+    Rates fall by a cosine after a warm-up (arXiv:1608.03983), or linearly at the end."""
     cap_ms = config.max_wallclock_seconds * 1000 or math.inf
     warmup = config.lr_warmup_steps if config.lr_schedule == "cosine" else 0
     done = max((step - warmup) / max(1, config.iterations - warmup), elapsed_ms / cap_ms)
@@ -607,7 +602,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # One bucket: all are ready together.
+                           bucket_cap_mb=1 << 20)  # one, as compiled ones end together
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -631,8 +626,7 @@ class Trainer:
             self.model.drop_rate.zero_()  # Validation drops nothing.
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        limit = config.grad_clip_norm or math.inf  # inf clips nothing.
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip_norm or math.inf)
         if not self.scaler.is_enabled() or norm.isfinite():  # An overflow skips the step.
             for optimizer in self.optimizers.values():
                 optimizer.step()
@@ -658,14 +652,13 @@ class Trainer:
 
 def train(trainer, loader, validation, log):
     """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
-    A turn does what is due, then makes a step; a GPU computes it while the next batch is
-    read. The time is estimated except at steps where the ranks wait and agree on it."""
+    A turn does what is due, then a step. Time is estimated until the ranks next agree."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     saved_step = clock.step
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # else RESUME goes back
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # for RESUME=auto to find
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation can take long
@@ -683,7 +676,7 @@ def train(trainer, loader, validation, log):
         clock.time_ms += mean_ms
         is_logged = step <= 10 or is_due(step, config.train_log_every)
         near_end = step == config.iterations or clock.time_ms > clock.cap_ms - 20 * mean_ms
-        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waits slow GPUs.
+        waits_every = 1 if mean_ms > 1000 or ranks.device.type == "cpu" else 10  # Waiting costs.
         periods = (waits_every, config.val_loss_every, config.checkpoint_every)
         if is_logged or near_end or any(is_due(step, every) for every in periods):
             # The scale falls at each overflow; only below 2**-20 is a bad norm an error.
@@ -726,12 +719,12 @@ def start_ranks(config) -> Ranks:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:  # Ranks share the cores.
         torch.set_num_threads(max(1, int(count_cores(torch.get_num_threads()) / local_size)))
-    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # CPU runs repeat.
+    torch.set_deterministic_debug_mode("warn" if kind == "cpu" else "default")  # repeatable on CPUs
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        shared, *_ = next(dist.rendezvous("env://", rank, size))  # Restarts keep it.
-        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # prefix: starts so far
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # Restarts share it.
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # Each start has a prefix.
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -814,7 +807,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, with unknown ones that are on; {} if it cannot be read."""
+    """A file's model settings, and unknown ones that are not off; {} if unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # Only checkpoints have it.
@@ -829,7 +822,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     """The configuration; text and origin of what was set. Raises ValueError, OSError."""
     given = read_words(arguments, environment)
     data_path, _ = given.get("DATA_PATH", (Config.data_path, ""))
-    with suppress(Exception):  # `Validation` says what is wrong with it.
+    with suppress(Exception):  # `Validation` names damage; else defaults stay.
         about = json.loads(Path(data_path, "manifest.json").read_bytes())["tokenizer"]
         file, size = Path(data_path, about["name"]), str(about["vocab_size"])
         name = str(file) if file.is_file() else about["name"]  # such as gpt2
@@ -870,8 +863,7 @@ class RunLog:
             with paths[0].open("r+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # No file, or no locks there, is fine.
-            require(not isinstance(error, BlockingIOError), f"RUN_ID={run_id} is still "
-                    "running; wait for its end, or choose another RUN_ID")
+            require(not isinstance(error, BlockingIOError), f"RUN_ID={run_id} is still running")
         set_aside(*paths)  # The logs of two runs never mix.
         self.text, self.json = (p.open("a", encoding="utf-8", errors="replace") for p in paths)
         with suppress(OSError):
@@ -1002,10 +994,10 @@ class Validation:
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i ends at stops[i] and scores from starts[i] on; surplus ones score nothing.
+        # Window i ends at stops[i], scores from starts[i] on; surplus ones fill a batch.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients on, training's compiled graph is reused: a second takes a minute.
+        # With gradients on, training's compiled graph is reused; another takes a minute.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1111,7 +1103,7 @@ def load_weights(model, path: str | Path):
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
                 state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # Its _metadata could assign, not copy.
+        model.load_state_dict(dict(state))  # Its _metadata may say "assign".
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1228,7 +1220,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Rate 0 changes no weight; loading resets moments.
+    before = trainer.state_dict()  # Rate 0 keeps weights; loading this clears moments.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1316,7 +1308,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set spans and micro-batches; 1, 2, 4, 8 ranks read one text. Raises ValueError."""
+    """Set spans and micro-batches; 1, 2, 4, 8 ranks read the same. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1403,7 +1395,7 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        inner = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()
+        inner = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()  # the cause
         raise ValueError(f"COMPILE={mode} failed: {' '.join(inner):.400}; try 0") from None
     model.zero_grad()
 
@@ -1446,7 +1438,7 @@ def run(config, overrides: dict, source: str) -> int:
     announce(trainer, loader, validation, log, overrides, checkpoint.get("path"))
     if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later steps.
         set_aside(*[p for p in list_checkpoints(config) if int(p.stem.split("_")[-1]) > clock.step])
-    del checkpoint  # Unmap its file, unless a CPU's optimizer uses it.
+    del checkpoint  # Its file is unmapped, unless an optimizer on a CPU uses it.
     with signals_kept(clock):
         if config.compile != "0":
             log.line("compiling: a minute or more the first time; COMPILE=0 avoids it")

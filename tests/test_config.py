@@ -66,7 +66,7 @@ def test_values(monkeypatch, argument, value):
     ("MATRIX_LR=", "MATRIX_LR='' must be a number, like 0.02"),
     ("MATRIX_LR=nan", "MATRIX_LR=nan must be from 0 to"), ("ITERATIONS=-1", "ITERATIONS=-1 must be from 0 to"),
     ("SEED=9223372036854775808", r"SEED=9223372036854775808 must be from 0 to 1e\+18"),
-    ("LOGIT_SOFTCAP=1e6", "LOGIT_SOFTCAP=1000000.0 must be <= 1000"),  # 2 * sigmoid - 1 would round logits
+    ("LOGIT_SOFTCAP=1e6", "LOGIT_SOFTCAP=1000000.0 must be from 1 to 1000"),  # 2 * sigmoid - 1 would round logits
     ("TIE_EMBEDDINGS=yes", "TIE_EMBEDDINGS='yes' must be one of .'0', '1'"), ("DTYPE=fp16", "DTYPE='fp16' must be one of .*float16"),
     ("NUM_HEADS=7", "MODEL_DIM=512 is no multiple of 2 \\* 7 heads"),
     ("NUM_KV_HEADS=3", "NUM_KV_HEADS=3 must divide NUM_HEADS=8"),
