@@ -49,7 +49,7 @@ MODEL_FILE = "final_model.int8.ptz"  # The artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # A run keeps only its newest, this many.
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not misspelt
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other tools
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # A control tensor's name contains one of these.
@@ -64,7 +64,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings. A type names limits, else 0 and up; the default tells int from float."""
+    """Settings. LIMITS has a type's range, else 0 and up; defaults are int or float."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest of the tokenizer's file or name; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -78,7 +78,7 @@ class Config:
     mlp_mult: AtLeast1 = 2  # hidden width of the MLP, as a multiple of MODEL_DIM
     tie_embeddings: bool = True  # use one table for input and output
     rope_base: AtLeast1 = 10000.0  # base of the rotary frequencies
-    logit_softcap: Cap = 30.0  # limit of the logits, by tanh; to 1000, for precision
+    logit_softcap: Cap = 30.0  # bound of the logits, by tanh; 1000 at most, for precision
     mlp_slope: Share = 0.0  # slope of the MLP's ReLU below 0, before the square
     shift_keys: bool = False  # take a part of each key from the token before
     exclusive_attn: bool = False  # project a token's own value out of its attention
@@ -93,7 +93,7 @@ class Config:
     tied_embed_init_std: float = 0.005  # initial standard deviation of a tied embedding
     init: Literal["baseline", "gpt2", "by_name"] = "baseline"  # by_name: a seed per tensor
     dropout: Share = 0.0  # share of the channels to drop, drawn anew for each row
-    optimizer: Literal["muon", "adamw"] = "muon"  # for matrices of blocks; others: AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"  # of blocks' matrices; else AdamW
     adam_lr: float = 3e-4  # learning rate of everything with OPTIMIZER=adamw
     embed_lr: float = 0.6  # learning rate of an untied embedding, if OPTIMIZER=muon
     head_lr: float = 0.008  # learning rate of an untied output head, if OPTIMIZER=muon
@@ -111,10 +111,10 @@ class Config:
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
     weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
-    control_tensor_name_patterns: str = CONTROL  # by AdamW; stored exactly if small
+    control_tensor_name_patterns: str = CONTROL  # tensors for AdamW, kept exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
     lr_warmup_steps: int = 0  # raise the learning rate over the first N steps
-    warmdown_iters: Signed = 3000  # rates fall over the last N steps; <= 0: never
+    warmdown_iters: Signed = 3000  # rates fall in the N steps before the cap, or end; <= 0: never
     warmdown_fraction: Share = 0.0  # the same as a share of the run; 0: WARMDOWN_ITERS
     min_lr: Share = 0.0  # lowest learning rate, as a fraction of the peak
     # Run: RESUME accepts other values of these, if the text and its order stay the same.
@@ -130,7 +130,7 @@ class Config:
     iterations: int = 20000  # train for at most N steps
     max_wallclock_seconds: float = 600.0  # end training after N seconds of it; 0: never
     warmup_steps: int = 20  # untimed steps at rate 0 that prime the kernels
-    grad_accum_steps: int = 0  # a rank's spans of text in a step; 0: 8 over all ranks
+    grad_accum_steps: int = 0  # spans of text that a rank reads a step; 0: 8 / ranks
     micro_batch_tokens: int = 0  # most tokens in a forward pass; 0: by device
     val_loss_every: int = 1000  # validate every N steps; 0: only at the end
     val_batch_size: int = 524288  # up to N / ranks / GRAD_ACCUM_STEPS tokens at once
@@ -142,7 +142,7 @@ class Config:
     embed_bits: Literal[4, 5, 6, 7, 8] = 8  # bits of the embedding and of an untied head
     export_clip: float = 0.0  # clip rows at N standard deviations; 0: off
     int8_keep_float_max_numel: int = 65536  # tensors of at most N numbers stay floats
-    size_cap: int = 0  # most bytes of model and code; raises a set EXPORT_CLIP; 0: off
+    size_cap: int = 0  # bytes for model and code; EXPORT_CLIP > 0 rises to fit; 0: off
 
     def __post_init__(self):
         for f in fields(self):
@@ -162,7 +162,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, trainin
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]  # An artifact stores these.
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # from INIT_FROM's
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Ranks:
 def rms_norm(x, gain=1.0):
     """gain * x / sqrt(mean(x^2) + float32's epsilon), by the last dimension, in x's type."""
     factors = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1.19e-7)
-    return (x * (factors * gain)).to(x.dtype)  # Small factors first: one pass.
+    return (x * (factors * gain)).to(x.dtype)  # (x * factors) * gain would read x twice.
 
 def linear(x, *layers, scale=None):
     """x (..., D) @ weight.T * scale, in x's type; outputs of several layers, joined."""
@@ -219,12 +219,12 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """For CPUs: a quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
+    """CPUs: each quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
     outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
         k_i, v_i = torch.cat(keys[:i + 1], 2), torch.cat(values[:i + 1], 2)
-        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4])  # H/K at once
+        scores = (q_i.flatten(2, 3) @ k_i.mT).unflatten(2, q_i.shape[2:4])  # (..., T/4, keys)
         mask = torch.where(places[:k_i.size(2)] <= places_i[:, None], 0, -math.inf).to(q.dtype)
         weights = (scores * q.size(4) ** -0.5 + mask).softmax(-1)
         outputs.append((weights.flatten(2, 3) @ v_i).view_as(q_i))
@@ -252,13 +252,13 @@ def shift_keys(k):
     what followed an earlier token (modded-nanogpt#169; up to -0.08 bpb)."""
     pairs = k.size(3) // 2  # `rotate` turns channels i and i + pairs, low i fastest.
     pair = torch.arange(k.size(3), device=k.device) % pairs  # i of each channel
-    return torch.where(pair < pairs // 2, k, token_before(k))  # The slow half is old.
+    return torch.where(pair < pairs // 2, k, token_before(k))  # Slow pairs shift.
 
 def remove_own_value(y, v):
     """Remove from y (B, T, H, C) its part along v (B, T, K, C): arXiv:2603.09078, -0.008 bpb."""
     own = rms_norm(v)[:, :, :, None]  # (B, T, K, 1, C), of mean square 1
     y = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, C)
-    return y - (y * own).mean(-1, keepdim=True) * own  # as (B, T, K, H/K, C)
+    return (y - (y * own).mean(-1, keepdim=True) * own).flatten(2, 3)
 
 class Attention(nn.Module):
     """Causal self-attention of x (B, T, D), with normed queries and keys."""
@@ -281,10 +281,10 @@ class Attention(nn.Module):
             k = shift_keys(k)
         q = rotate(rms_norm(q, self.q_gain.to(q.dtype)[:, None]), cos, sin)
         k = rotate(rms_norm(k), cos, sin)
-        heads_first = [t.transpose(1, 2) for t in (q, k, v)]  # (B, heads, T, C)
-        y = causal_attention(*heads_first, self.config.attn).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, C)
+        y = causal_attention(q, k, v, self.config.attn).transpose(1, 2)
         if self.config.exclusive_attn:
-            y = remove_own_value(y, v)
+            y = remove_own_value(y, v.transpose(1, 2))
         return linear(y.flatten(2), self.proj, scale=scale)
 
 class MLP(nn.Module):
@@ -326,7 +326,7 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # Rows: new x, new lane. Columns: the old, attention, MLP (#1518). It is in CONTROL.
+        # For x and lane: factors of its old value, attention, MLP (#1518). Muon skips it.
         self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
@@ -352,7 +352,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # for "auto"
+        self.compute_dtype = getattr(torch, config.dtype, torch.float32)  # "auto": float32
         width = config.model_dim
         size = math.ceil(config.vocab_size / config.vocab_pad) * config.vocab_pad
         self.tok_emb = nn.Embedding(size, width)  # This order decides the random draws.
@@ -364,7 +364,7 @@ class GPT(nn.Module):
         # With one block these are empty, and DDP would wait for their gradient.
         self.skip_weights = nn.Parameter(torch.ones(self.half, width), requires_grad=self.half > 0)
         self.smear = nn.Parameter(torch.zeros(width)) if config.smear else None
-        rate = torch.zeros(()) if config.dropout else None  # Compiled floats are fixed.
+        rate = torch.zeros(()) if config.dropout else None  # A float would be baked in.
         self.register_buffer("drop_rate", rate, persistent=False)
         for name, p in self.named_parameters():
             if config.init == "by_name":  # Then no draw below depends on other tensors.
@@ -384,7 +384,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # With AdamW or decay, steps would vanish.
+                self.tok_emb.bfloat16()  # Smaller steps, of ADAM_LR or decay, vanish.
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -407,7 +407,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # Both sum all outputs.
+        return x if lane is None else lane  # The lane has all blocks' outputs, too.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -498,7 +498,7 @@ def build_optimizers(model, config, ranks) -> dict[str, torch.optim.Optimizer]:
             kind = "matrix"
         groups[kind]["params"].append(p)
     matrices = groups.pop("matrix") if config.optimizer == "muon" else None
-    fused = (config.fused and ranks.device.type != "mps") or None  # None: PyTorch chooses.
+    fused = (config.fused and ranks.device.type != "mps") or None  # None: PyTorch picks.
     adam = torch.optim.AdamW([g for g in groups.values() if g["params"]], fused=fused,
                              betas=(config.beta1, config.beta2), eps=config.adam_eps)
     if matrices is None:
@@ -524,7 +524,7 @@ class TokenLoader:
         self.pieces = step_rows if self.shuffled else config.grad_accum_steps * ranks.world_size
         self.length = config.train_batch_tokens // self.pieces
         self.stride = self.length if self.shuffled else self.length + 1  # as published
-        # RESUME compares the starts of all shards: 32 MiB in all, or 8 KiB each if more.
+        # RESUME compares the starts of shards: 32 MiB / shards of each, at least 8 KiB.
         paths = sorted(Path(config.data_path).glob("*_[0-9]*.bin"))
         size = max(2**13, 2**25 // len(paths))
         starts = [np.fromfile(path, np.uint8, size) for path in paths]
@@ -538,7 +538,7 @@ class TokenLoader:
             place = start % self.num_tokens
             index = np.searchsorted(self.ends, place, side="right")
             path, count = self.shards[index]
-            left = int(self.ends[index]) - place  # The shard ends after these.
+            left = int(self.ends[index]) - place  # tokens from there to the shard's end
             parts.append(read_shard(path, self.config.vocab_size, count - left, min(size, left)))
             start, size = start + len(parts[-1]), size - len(parts[-1])
         return np.concatenate(parts)
@@ -549,8 +549,8 @@ class TokenLoader:
         first = 0 if config.overfit else step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last epoch_steps steps read about every row once, for the
-        # falling rates: epoch 10**6. By `%`, this holds wherever the estimated end lies.
+        # If two epochs fit, the last epoch_steps steps are an extra one, 10**6: falling rates
+        # see about every row. By `%`, they do even if the estimated end moves.
         if self.shuffled and not config.overfit and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
@@ -575,7 +575,7 @@ def schedule(config, step: int, elapsed_ms: float) -> tuple[float, float]:
         level = (1 + math.cos(math.pi * min(1.0, done))) / 2
     elif config.warmdown_fraction:
         level = max(0.0, 1 - done) / config.warmdown_fraction
-    elif cap_ms < math.inf:
+    elif cap_ms < math.inf:  # As published, ITERATIONS does not count then.
         warmdown_ms = config.warmdown_iters * elapsed_ms / max(step, 1)
         level = max(0.0, cap_ms - elapsed_ms) / max(warmdown_ms, 1e-9)
     else:
@@ -602,7 +602,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one, as compiled ones end together
+                           bucket_cap_mb=1 << 20)  # one bucket: gradients come together
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -619,7 +619,7 @@ class Trainer:
         losses = torch.zeros((), device=self.ranks.device)
         for i, (inputs, targets) in enumerate(batches, 1):
             self.ddp.require_backward_grad_sync = i == len(batches)  # Sync once a step.
-            loss = self.ddp(inputs, targets) * (1 / len(batches))  # rounded as published
+            loss = self.ddp(inputs, targets) * (1 / len(batches))  # as published, not /
             self.scaler.scale(loss).backward()
             losses += loss.detach()
         if config.dropout:
@@ -642,7 +642,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict):
         """Return to a `state_dict` and start the clock."""
-        self.model.load_state_dict(dict(state["model"]))  # For dict, see load_weights.
+        self.model.load_state_dict(dict(state["model"]))  # no _metadata: see load_weights
         for optimizer, old in zip(self.optimizers.values(), state["optimizers"], strict=True):
             for group in old["param_groups"]:  # Another device may have saved it.
                 group["fused"] = optimizer.defaults.get("fused")
@@ -652,13 +652,13 @@ class Trainer:
 
 def train(trainer, loader, validation, log):
     """Train to ITERATIONS, the cap or a signal. Raises FloatingPointError if it diverges.
-    A turn does what is due, then a step. Time is estimated until the ranks next agree."""
+    Each turn saves and validates if due, then steps; between syncs, time is estimated."""
     config, ranks, clock = trainer.config, trainer.ranks, trainer.clock
     saved_step = clock.step
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # for RESUME=auto to find
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # if any are kept
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation can take long
@@ -732,7 +732,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
-        shared.add("starts", rank == 0)  # All have read the count.
+        shared.add("starts", rank == 0)  # All ranks have read it: count this start.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -807,7 +807,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, and unknown ones that are not off; {} if unreadable."""
+    """A file's model settings, unknown ones unless falsy or IGNORED; {} if unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # Only checkpoints have it.
@@ -822,7 +822,7 @@ def load_config(arguments: list[str], environment: dict[str, str]) -> tuple[Conf
     """The configuration; text and origin of what was set. Raises ValueError, OSError."""
     given = read_words(arguments, environment)
     data_path, _ = given.get("DATA_PATH", (Config.data_path, ""))
-    with suppress(Exception):  # `Validation` names damage; else defaults stay.
+    with suppress(Exception):  # `Validation` reports a damaged manifest.
         about = json.loads(Path(data_path, "manifest.json").read_bytes())["tokenizer"]
         file, size = Path(data_path, about["name"]), str(about["vocab_size"])
         name = str(file) if file.is_file() else about["name"]  # such as gpt2
@@ -925,7 +925,7 @@ def open_split(config, split: str) -> dict[Path, int]:
 
 def load_byte_table(config) -> tuple[str, np.ndarray, np.ndarray]:
     """The tokenizer's kind; byte counts of tokens (V, 2); which are control tokens (V,).
-    Column 1 counts no added space: for use after a control token. Raises ValueError."""
+    Column 1, for after a control token, omits a first space. Raises ValueError."""
     path, lengths, starting_lengths, is_control = config.tokenizer_path, [], [], []
     try:
         if path == "byte260":
@@ -994,10 +994,10 @@ class Validation:
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i ends at stops[i], scores from starts[i] on; surplus ones fill a batch.
+        # Window i scores starts[i] to stops[i]; those past `windows` score nothing.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # With gradients on, training's compiled graph is reused; another takes a minute.
+        # Gradients on: training's compiled graph serves. Off: a new one takes a minute.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1103,7 +1103,7 @@ def load_weights(model, path: str | Path):
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
                 state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # Its _metadata may say "assign".
+        model.load_state_dict(dict(state))  # dict() drops _metadata, which could assign.
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1132,7 +1132,7 @@ def list_checkpoints(config, suffix=".pt") -> list[Path]:
     return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime)[::-1]
 
 def find_checkpoint(config) -> dict:
-    """The checkpoint RESUME; "auto": the newest readable, or {}. Raises ValueError."""
+    """The checkpoint RESUME; "auto": newest readable, {}: no file. Raises ValueError."""
     paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
     for path in paths:
         try:
@@ -1220,7 +1220,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Rate 0 keeps weights; loading this clears moments.
+    before = trainer.state_dict()  # Loading it resets rates and moments.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1272,7 +1272,7 @@ def export(trainer, validation, log):
         log.line(f"peak memory allocated: {peak >> 20} MiB reserved: {reserved >> 20} MiB")
     if ranks.rank == 0:
         path, code_bytes = Path(config.out_dir, MODEL_FILE), len(log.code)
-        for i in range(9 if config.export_clip else 1):  # A wider clip packs better.
+        for i in range(9 if config.export_clip else 1):  # Coarser steps pack better.
             clip = 1.1**i * config.export_clip
             data, about = pack(state, replace(config, export_clip=clip))
             if not config.size_cap or len(data) + code_bytes <= config.size_cap:
@@ -1319,7 +1319,7 @@ def plan_batch(config, ranks) -> Config:
             f"GRAD_ACCUM_STEPS={spans_per_rank}); the nearest is {nearest}")
     nbytes = config.model_dim * getattr(torch, config.dtype).itemsize  # of a token in x
     limits = {"cpu": (2 << 20) // nbytes, "mps": length}  # 2 MiB of x stay in caches.
-    if ranks.device.type == "cuda":  # The numbers fit peaks on an H100.
+    if ranks.device.type == "cuda":  # Bytes per token fit peaks measured on an H100.
         per_token = config.num_layers * nbytes * (11 + 2 * config.mlp_mult) + 6 * config.vocab_size
         share = 0.12 if config.compile in ("0", "blocks") else 0.35  # Fusion saves much.
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -1395,8 +1395,8 @@ def compile_model(trainer, loader):
         model(*loader.batches(0)[0]).backward()
     except (torch._dynamo.exc.TorchDynamoException, OSError, ImportError) as error:
         require(not trainer.clock.signal, "stopped while compiling")  # Ctrl-C ends g++.
-        inner = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()  # the cause
-        raise ValueError(f"COMPILE={mode} failed: {' '.join(inner):.400}; try 0") from None
+        last = re.split(r"Output:|\n(?=\w+Error: )", str(error))[-1].split()  # the cause
+        raise ValueError(f"COMPILE={mode} failed: {' '.join(last):.400}; try 0") from None
     model.zero_grad()
 
 @contextmanager
@@ -1421,7 +1421,7 @@ def run(config, overrides: dict, source: str) -> int:
     only_scores = not config.iterations and config.init_from.endswith(".ptz")
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths and modes may differ.
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # not texts of OF_RUN
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
