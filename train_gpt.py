@@ -49,7 +49,7 @@ MODEL_FILE = "final_model.int8.ptz"  # The artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # A run keeps only its newest, this many.
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # of other tools
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not typos of ours
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # A control tensor's name contains one of these.
@@ -64,7 +64,7 @@ def require(condition, message: str):
 
 @dataclass(frozen=True)
 class Config:
-    """Settings. LIMITS has a type's range, else 0 and up; defaults are int or float."""
+    """Settings. LIMITS: a type's range, else 0 and up; a default tells int from float."""
     # Model: the artifact and the checkpoints store these settings.
     tokenizer_sha256: str = ""  # digest of the tokenizer's file or name; empty: any
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"  # of activations
@@ -109,7 +109,7 @@ class Config:
     beta2: Share = 0.95  # Adam's decay of the second moment
     adam_eps: float = 1e-8  # Adam's epsilon
     fused: bool = True  # run Adam in one kernel (never on MPS); 0: PyTorch chooses
-    weight_decay: float = 0.0  # a step shrinks matrices and embeddings by N * rate
+    weight_decay: float = 0.0  # a step shrinks matrices, embeddings and head by N * rate
     grad_clip_norm: float = 0.0  # clip the gradients to this global norm; 0: off
     control_tensor_name_patterns: str = CONTROL  # tensors for AdamW, kept exact if small
     lr_schedule: Literal["warmdown", "cosine"] = "warmdown"  # shape of the rates' decay
@@ -219,7 +219,7 @@ def rotate(x, cos, sin):
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 def tiled_attention(q, k, v):
-    """CPUs: each quarter of q (B, K, H/K, T, C) reads k, v (B, K, T, C) to its end."""
+    """CPUs: quarter i of q (B, K, H/K, T, C) reads quarters 0 to i of k, v (B, K, T, C)."""
     outputs, keys, values = [], k.chunk(4, dim=2), v.chunk(4, dim=2)
     places = torch.arange(q.size(3), dtype=torch.int32)  # int64 is slower to compare.
     for i, (q_i, places_i) in enumerate(zip(q.chunk(4, 3), places.chunk(4))):
@@ -326,7 +326,7 @@ class LaneBlock(Block):
     """A block whose MLP reads a second stream, the lane (parameter-golf#1518, -0.0035 bpb)."""
     def __init__(self, config):
         super().__init__(config)
-        # For x and lane: factors of its old value, attention, MLP (#1518). Muon skips it.
+        # Rows x, lane: factors of old value, attention, MLP. Its name keeps it from Muon.
         self.resid_mix_lanes = nn.Parameter(torch.tensor([[1.1, 1.3, 0.7], [1.1, 0.7, 1.3]]))
 
     def forward(self, x, lane, x0, cos, sin, drop_rate):
@@ -384,7 +384,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # Smaller steps, of ADAM_LR or decay, vanish.
+                self.tok_emb.bfloat16()  # In it, steps of ADAM_LR or decay would vanish.
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -407,7 +407,7 @@ class GPT(nn.Module):
                 x, lane = block(x, lane, x0, cos, sin, self.drop_rate)
             if i < self.half:
                 skips.append(x)
-        return x if lane is None else lane  # The lane has all blocks' outputs, too.
+        return x if lane is None else lane  # Either stream has all blocks' outputs.
 
     def logits(self, x):
         """Next-token logits (..., V), float32, of outputs (..., D) of `hidden`."""
@@ -549,8 +549,8 @@ class TokenLoader:
         first = 0 if config.overfit else step * self.pieces
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
-        # If two epochs fit, the last epoch_steps steps are an extra one, 10**6: falling rates
-        # see about every row. By `%`, they do even if the estimated end moves.
+        # If two epochs fit, the last epoch_steps steps read an extra epoch, number 10**6:
+        # falling rates see about every row, even if the estimated end moves (hence `%`).
         if self.shuffled and not config.overfit and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
@@ -658,7 +658,7 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # if any are kept
+        saves_end = is_done and (config.checkpoint_every or saved_step)  # also if resumed
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation can take long
@@ -723,8 +723,8 @@ def start_ranks(config) -> Ranks:
     torch.utils.deterministic.fill_uninitialized_memory = False  # It costs time.
     node = None
     if size > 1:
-        shared, *_ = next(dist.rendezvous("env://", rank, size))  # Restarts share it.
-        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # Each start has a prefix.
+        shared, *_ = next(dist.rendezvous("env://", rank, size))  # It outlives restarts.
+        store = dist.PrefixStore(str(shared.add("starts", 0)), shared)  # Start n uses prefix n.
         backend, gpu = ("nccl", device) if kind == "cuda" else ("gloo", None)
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size,
@@ -732,7 +732,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
-        shared.add("starts", rank == 0)  # All ranks have read it: count this start.
+        shared.add("starts", rank == 0)  # All have read the count; rank 0 adds 1 to it.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -807,7 +807,7 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, unknown ones unless falsy or IGNORED; {} if unreadable."""
+    """A file's model settings, plus unknown ones if set and not IGNORED; {}: unreadable."""
     try:
         state = read_saved(path)
         config = state.get("config", {})  # Only checkpoints have it.
@@ -994,10 +994,10 @@ class Validation:
         windows = 1 + math.ceil((self.num_targets - length) / stride)
         limit = config.val_batch_size // (ranks.world_size * config.grad_accum_steps)
         batch = max(1, min(limit, config.micro_batch_tokens) // length)  # windows at once
-        # Window i scores starts[i] to stops[i]; those past `windows` score nothing.
+        # Window i scores starts[i] to stops[i]; extra ones fill the last batch, unscored.
         stops = np.minimum(length + stride * np.arange(windows + batch), self.num_targets)
         starts = np.concatenate(([0], stops[:-1]))
-        # Gradients on: training's compiled graph serves. Off: a new one takes a minute.
+        # With gradients, training's graph is reused; without, compiling takes a minute.
         reuses_graph = config.compile != "0" and batch * length == config.micro_batch_tokens
         device = "cpu" if ranks.device.type == "mps" else ranks.device  # MPS: no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)
@@ -1103,7 +1103,7 @@ def load_weights(model, path: str | Path):
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
                 state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # dict() drops _metadata, which could assign.
+        model.load_state_dict(dict(state))  # dict(): _metadata could replace parameters.
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1132,7 +1132,7 @@ def list_checkpoints(config, suffix=".pt") -> list[Path]:
     return sorted(found, key=lambda p: p.name if config.run_id else p.stat().st_mtime)[::-1]
 
 def find_checkpoint(config) -> dict:
-    """The checkpoint RESUME; "auto": newest readable, {}: no file. Raises ValueError."""
+    """RESUME's checkpoint (auto: newest readable; no files: {}). Raises ValueError."""
     paths = list_checkpoints(config) if config.resume == "auto" else [config.resume]
     for path in paths:
         try:
@@ -1220,7 +1220,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Loading it resets rates and moments.
+    before = trainer.state_dict()  # Has rates, no moments yet; rate 0 keeps the weights.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1421,7 +1421,7 @@ def run(config, overrides: dict, source: str) -> int:
     only_scores = not config.iterations and config.init_from.endswith(".ptz")
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # not texts of OF_RUN
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths may differ.
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
@@ -1436,7 +1436,7 @@ def run(config, overrides: dict, source: str) -> int:
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides, checkpoint.get("path"))
-    if ranks.rank == 0 and config.iterations:  # RESUME=auto would take later steps.
+    if ranks.rank == 0 and config.iterations:  # Else RESUME=auto would find an old run's.
         set_aside(*[p for p in list_checkpoints(config) if int(p.stem.split("_")[-1]) > clock.step])
     del checkpoint  # Its file is unmapped, unless an optimizer on a CPU uses it.
     with signals_kept(clock):
