@@ -384,7 +384,7 @@ class GPT(nn.Module):
             for tensor in (*self.parameters(), frequencies):
                 tensor.data.copy_(tensor.data.bfloat16())
             if config.optimizer == "muon" and not config.weight_decay:
-                self.tok_emb.bfloat16()  # In it, steps of ADAM_LR or decay would vanish.
+                self.tok_emb.bfloat16()  # as published; small steps and decay need more
         angles = torch.outer(torch.arange(config.train_seq_len).float(), frequencies)[:, None]
         self.register_buffer("rotary", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
@@ -550,7 +550,7 @@ class TokenLoader:
         epoch_steps = self.rows // self.pieces
         last_epoch_start = round(expected_steps) - epoch_steps
         # If two epochs fit, the last epoch_steps steps read an extra epoch, number 10**6:
-        # falling rates see about every row, even if the estimated end moves (hence `%`).
+        # falling rates see about every row. By `%`, a moving end repeats none of them.
         if self.shuffled and not config.overfit and 0 < epoch_steps <= last_epoch_start <= step:
             first = 10**6 * self.rows + step % epoch_steps * self.pieces
         for piece in range(first, first + self.pieces)[self.ranks.rank::self.ranks.world_size]:
@@ -658,7 +658,7 @@ def train(trainer, loader, validation, log):
     last_logged = (clock.step, clock.time_ms)
     while True:
         is_done = clock.step >= config.iterations or clock.time_ms >= clock.cap_ms
-        saves_end = is_done and (config.checkpoint_every or saved_step)  # also if resumed
+        saves_end = is_done and (config.checkpoint_every or saved_step > 0)  # or resumed
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
             save_checkpoint(trainer, loader, log)  # first: validation can take long
@@ -732,7 +732,7 @@ def start_ranks(config) -> Ranks:
         except RuntimeError as error:
             raise ValueError(f"the ranks cannot connect by {backend}: {error}") from None
         node, _ = dist.new_subgroups(local_size, timeout=timedelta(hours=2))
-        shared.add("starts", rank == 0)  # All have read the count; rank 0 adds 1 to it.
+        shared.add("starts", rank == 0)  # All have joined and read n: make it n + 1.
     return Ranks(rank, size, device, node)
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -807,11 +807,11 @@ def read_words(arguments: list[str], environment: dict[str, str]) -> dict[str, t
     return given
 
 def read_model(path: str) -> dict[str, str]:
-    """A file's model settings, plus unknown ones if set and not IGNORED; {}: unreadable."""
+    """A file's model settings and unknown ones that are on, to refuse; {}: unreadable."""
     try:
         state = read_saved(path)
-        config = state.get("config", {})  # Only checkpoints have it.
-        about = {name: config[name.lower()] for name in STORED if name.lower() in config}
+        config = {n.upper(): value for n, value in state.get("config", {}).items()}
+        about = {n: v for n, v in config.items() if n in STORED or n not in FIELDS}
         about |= json.loads(state.get("about", "{}"))
     except Exception:  # Damaged files fail in many ways; `load_weights` says how.
         return {}
@@ -1103,7 +1103,7 @@ def load_weights(model, path: str | Path):
                 require(fits and len(scales) in (1, len(values)), f"{name} has another shape")
                 state["passthrough"][name] = values.float() * scales
             state = state["passthrough"]
-        model.load_state_dict(dict(state))  # dict(): _metadata could replace parameters.
+        model.load_state_dict(dict(state))  # Its _metadata can make it assign, not copy.
     except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(f"{path} cannot be loaded into this model: {error}") from None
 
@@ -1220,7 +1220,7 @@ def is_due(step: int, every: int) -> bool:
 
 def warm_up(trainer, loader, log):
     """Before step 0, make WARMUP_STEPS of one micro-batch at rate 0. Start the clock."""
-    before = trainer.state_dict()  # Has rates, no moments yet; rate 0 keeps the weights.
+    before = trainer.state_dict()  # It copies rates; rate 0 keeps weights.
     steps = trainer.config.warmup_steps if loader and trainer.clock.step == 0 else 0
     for group in sum((o.param_groups for o in trainer.optimizers.values()), []):
         group["base_lr"] = 0.0
@@ -1308,7 +1308,7 @@ def log_final_scores(trainer, validation, log):
     require(math.isfinite(score["val_loss"]), "the final score is not finite; lower the rates")
 
 def plan_batch(config, ranks) -> Config:
-    """Set spans and micro-batches; 1, 2, 4, 8 ranks read the same. Raises ValueError."""
+    """Set spans, micro-batches; 1, 2, 4 or 8 ranks read the same text. Raises ValueError."""
     length, tokens = config.train_seq_len, config.train_batch_tokens
     spans = max(n for n in (1, 2, 4, 8) if n <= max(1, tokens / length))
     spans_per_rank = config.grad_accum_steps or math.ceil(spans / ranks.world_size)
@@ -1421,7 +1421,7 @@ def run(config, overrides: dict, source: str) -> int:
     only_scores = not config.iterations and config.init_from.endswith(".ptz")
     validation = Validation(config, ranks)
     loader = TokenLoader(config, ranks) if config.iterations else None
-    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Paths may differ.
+    settings = [getattr(config, f.name) for name, f in FIELDS.items()  # Texts may differ.
                 if name not in OF_RUN or not isinstance(f.default, str)]
     facts = repr((settings, validation.bytes, loader and loader.about, checkpoint.get("step")))
     crc = zlib.crc32(facts.encode())  # The ranks' largest and smallest must be equal.
@@ -1436,7 +1436,7 @@ def run(config, overrides: dict, source: str) -> int:
         require(os.access(config.out_dir, os.W_OK), f"OUT_DIR={config.out_dir} is not writable")
     log = RunLog(config.run_id, source, ranks.rank == 0)
     announce(trainer, loader, validation, log, overrides, checkpoint.get("path"))
-    if ranks.rank == 0 and config.iterations:  # Else RESUME=auto would find an old run's.
+    if ranks.rank == 0 and config.iterations:  # RESUME=auto must not find an old run's.
         set_aside(*[p for p in list_checkpoints(config) if int(p.stem.split("_")[-1]) > clock.step])
     del checkpoint  # Its file is unmapped, unless an optimizer on a CPU uses it.
     with signals_kept(clock):

@@ -163,6 +163,11 @@ def test_a_checkpoint_has_the_settings_of_its_model(trained, data, tmp_path, mon
                 train_gpt.load_config([word, f"INIT_FROM={path}"], {})
         config, _ = train_gpt.load_config([f"INIT_FROM={path}", "TRAIN_SEQ_LEN=64", "DTYPE=bfloat16"], {"MODEL_DIM": "32"})
         assert (config.train_seq_len, config.shift_keys) == (64, True)
+    state = torch.load(checkpoint)
+    for value, outcome in ((0, nullcontext()), (32, pytest.raises(ValueError, match="pt has a setting .* not know: ROPE_DIMS"))):
+        torch.save({**state, "config": {**state["config"], "rope_dims": value}}, checkpoint)  # of another day's script
+        with outcome:
+            train_gpt.load_config([f"INIT_FROM={checkpoint}"], {})
 
 
 @pytest.mark.parametrize("changes", [
