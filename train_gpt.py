@@ -49,7 +49,7 @@ MODEL_FILE = "final_model.int8.ptz"  # The artifact; final_model.pt has the floa
 CHECKPOINT_FORMAT = 4
 KEPT_CHECKPOINTS = 2  # A run keeps only its newest, this many.
 STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
-FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # not typos of ours
+FOREIGN = {"COMPILER", "MODEL_DIR", "DATASET_PATH", "DEVICES", "SEEDS"}  # These are no typos.
 IGNORED = {"loop_start", "loop_end", "loop_at", "keep_checkpoints", "val_tokens"}  # old settings
 CONTROL = ("attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
            "skip_weight,skip_weights")  # A control tensor's name contains one of these.
@@ -162,7 +162,7 @@ FIELDS = {f.name.upper(): f for f in fields(Config)}  # in order: model, trainin
 OF_MODEL = list(FIELDS)[:list(FIELDS).index("SEED")]
 OF_RUN = list(FIELDS)[list(FIELDS).index("RUN_ID"):]
 STORED = ["TOKENIZER_PATH", *OF_MODEL]  # An artifact stores these.
-MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # with INIT_FROM
+MAY_CHANGE = {"TOKENIZER_PATH", "TOKENIZER_SHA256", "TRAIN_SEQ_LEN", "DTYPE"}  # beside INIT_FROM
 
 # ---- Ranks -----------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class GPT(nn.Module):
         lane, skips = None, []
         for i, block in enumerate(self.blocks):
             if i == self.first_lane_block:
-                lane = x.clone()  # a copy for the same reason
+                lane = x.clone()  # It is a copy for the same reason.
             if i >= self.half and skips:  # An odd last block gets no skip.
                 x = x + self.skip_weights[i - self.half].to(x.dtype) * skips.pop()
             if lane is None:
@@ -602,7 +602,7 @@ class Trainer:
         if ranks.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # It cuts graphs by DDP's buckets.
             self.ddp = DDP(self.model, gradient_as_bucket_view=True, forward_sync_buffers=False,
-                           bucket_cap_mb=1 << 20)  # one bucket: gradients come together
+                           bucket_cap_mb=1 << 20)  # One bucket: gradients come together.
 
     def train_step(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Make an update; return this rank's mean loss in nats, the gradients' norm. Collective."""
@@ -661,7 +661,7 @@ def train(trainer, loader, validation, log):
         saves_end = is_done and (config.checkpoint_every or saved_step > 0)  # or resumed
         saves = saves_end or is_due(clock.step, config.checkpoint_every)
         if ranks.rank == 0 and clock.step > saved_step and (saves or clock.stop_signal):
-            save_checkpoint(trainer, loader, log)  # first: validation can take long
+            save_checkpoint(trainer, loader, log)  # Validation can take long.
             saved_step = clock.step
         if is_done or clock.stop_signal:
             return
